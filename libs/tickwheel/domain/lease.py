@@ -89,7 +89,7 @@ class ClockEcho:
     reading_us: TimerMonoUs
 
     def earliest(self, reading_us: TimerMonoUs) -> WorkerMonoUs:
-        """Not before this, on the worker's clock, did the timer read `reading_us`; it may precede the echo."""
+        """The timer read `reading_us` (before or after the echo) no earlier than this, for the worker."""
         return WorkerMonoUs(self.sent_us + (reading_us - self.reading_us))
 
 
@@ -145,7 +145,7 @@ def timer_deadline(received_us: TimerMonoUs, ttl_us: int) -> TimerMonoUs:
 
 
 def token_number(lease_token: str) -> int:
-    """What a lease token adds to a digest, 0 to 2^64 - 1: its first 16 hexadecimal digits; else ValueError."""
+    """What a token adds to a digest, 0 to 2^64 - 1: its first 16 hexadecimal digits; else ValueError."""
     return int(lease_token[:_TOKEN_DIGITS], 16)
 
 
