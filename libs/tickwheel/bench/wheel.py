@@ -1,0 +1,155 @@
+"""What the timing wheel costs: inserts, bytes, ticks, cancels. `python -m tickwheel.bench.wheel --json`.
+
+Each figure is the median of several repeats in one process, on one core.
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import time
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tickwheel.services.timer.wheel import TimingWheel
+
+REPEATS = 5
+TIMERS = 1_000_000
+PAGE_ROWS = 20_000
+"""Rows in one page of the loader."""
+BATCH_ROWS = 1_000
+"""Rows in one grant batch, each of which arms a lease."""
+HORIZON_US = 120_000_000
+START_US = 1_790_000_000_000_000
+
+
+def median_s(measure: Callable[[], float]) -> float:
+    def clean() -> float:
+        gc.collect()
+        return measure()
+
+    return statistics.median(clean() for _ in range(REPEATS))
+
+
+def filled(rows_each: int, spread_us: int = HORIZON_US) -> tuple[TimingWheel, float]:
+    """A wheel with `TIMERS` timers at random instants, and the seconds that the inserts took."""
+    rng = np.random.default_rng(1)
+    due = START_US + rng.integers(0, spread_us, TIMERS)
+    items = np.arange(TIMERS)
+    wheel = TimingWheel(START_US)
+    began = time.perf_counter()
+    for at in range(0, TIMERS, rows_each):
+        wheel.insert(due[at : at + rows_each], items[at : at + rows_each])
+    return wheel, time.perf_counter() - began
+
+
+def bytes_per_timer(rows_each: int) -> float:
+    """Measured by the allocator, not by the wheel's own account."""
+    rng = np.random.default_rng(1)
+    due = START_US + rng.integers(0, HORIZON_US, TIMERS)
+    items = np.arange(TIMERS)
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    wheel = TimingWheel(START_US)
+    for at in range(0, TIMERS, rows_each):
+        wheel.insert(due[at : at + rows_each], items[at : at + rows_each])
+    after = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    return (after - before) / len(wheel)
+
+
+def tick_costs() -> dict[str, float]:
+    """Advance a full wheel tick by tick. In the longest call a slot falls."""
+    wheel, _ = filled(PAGE_ROWS)
+    calls, rows = [], 0
+    for now_us in range(START_US, START_US + 30_000_000, 10_000):
+        began = time.perf_counter()
+        due, _ = wheel.advance(now_us)
+        calls.append(time.perf_counter() - began)
+        rows += len(due)
+    return {
+        "tick_us_median": statistics.median(calls) * 1e6,
+        "tick_us_max": max(calls) * 1e6,
+        "advance_rows_per_s": rows / sum(calls),
+    }
+
+
+def idle_costs() -> dict[str, float]:
+    """A tick of a wheel whose timers are all hours away, and a jump over a day that takes a million."""
+    wheel = TimingWheel(START_US)
+    wheel.insert(np.full(TIMERS, START_US + 7_200_000_000), np.arange(TIMERS))
+    ticks = 10_000
+    began = time.perf_counter()
+    for tick in range(ticks):
+        wheel.advance(START_US + tick * 10_000)
+    idle_s = (time.perf_counter() - began) / ticks
+    wheel, _ = filled(PAGE_ROWS, spread_us=3_600_000_000)
+    began = time.perf_counter()
+    due, _ = wheel.advance(START_US + 86_400_000_000)
+    jump_s = time.perf_counter() - began
+    assert len(due) == TIMERS
+    return {"idle_tick_us": idle_s * 1e6, "jump_over_a_million_ms": jump_s * 1e3}
+
+
+def burst_costs() -> dict[str, float]:
+    """A million due within one second, taken 2,000 at a time; in the longest call they fall."""
+    wheel = TimingWheel(START_US)
+    rng = np.random.default_rng(1)
+    wheel.insert(START_US + 60_000_000 + np.sort(rng.integers(0, 1_000_000, TIMERS)), np.arange(TIMERS))
+    calls, now_us = [], START_US + 50_000_000
+    while len(wheel):
+        now_us += 2_000
+        began = time.perf_counter()
+        wheel.advance(now_us, 2_000)
+        calls.append(time.perf_counter() - began)
+    return {"burst_rows_per_s": TIMERS / sum(calls), "burst_call_ms_max": max(calls) * 1e3}
+
+
+def lease_costs() -> dict[str, float]:
+    """Leases of a busy node: armed for 10 s in batches, cancelled a second later."""
+    wheel = TimingWheel(START_US)
+    batches, held, cancelled = 600, 60, 0
+    began = time.perf_counter()
+    for batch in range(batches):
+        now_us = START_US + batch * 16_000
+        items = np.arange(BATCH_ROWS) + batch * BATCH_ROWS
+        wheel.insert(np.full(BATCH_ROWS, now_us + 10_000_000), items)
+        wheel.advance(now_us)
+        if batch >= held:
+            cancelled += wheel.cancel(items - held * BATCH_ROWS)
+    spent = time.perf_counter() - began
+    assert cancelled == (batches - held) * BATCH_ROWS
+    return {"arm_and_cancel_rows_per_s": batches * BATCH_ROWS / spent}
+
+
+def run() -> dict[str, Any]:
+    """All figures, by name; units in the names."""
+    return {
+        "insert_pages_rows_per_s": TIMERS / median_s(lambda: filled(PAGE_ROWS)[1]),
+        "insert_batches_rows_per_s": TIMERS / median_s(lambda: filled(BATCH_ROWS)[1]),
+        "insert_one_call_rows_per_s": TIMERS / median_s(lambda: filled(TIMERS)[1]),
+        "bytes_per_timer_pages": bytes_per_timer(PAGE_ROWS),
+        "bytes_per_timer_batches": bytes_per_timer(BATCH_ROWS),
+        **tick_costs(),
+        **idle_costs(),
+        **burst_costs(),
+        **lease_costs(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
+    figures = run()
+    if parser.parse_args().json:
+        print(json.dumps(figures))
+        return
+    for name, value in figures.items():
+        print(f"{name:32} {value:16,.1f}")
+
+
+if __name__ == "__main__":
+    main()
