@@ -9,7 +9,9 @@ import psycopg
 
 def test_a_module_gets_an_empty_database_of_its_own(postgres_url: str) -> None:
     with psycopg.connect(postgres_url) as connection:
-        row = connection.execute("SELECT current_database(), count(*) FROM pg_tables WHERE schemaname = 'public'")
+        row = connection.execute(
+            "SELECT current_database(), count(*) FROM pg_tables WHERE schemaname = 'public'"
+        )
         database, tables = row.fetchone() or ("", -1)
     assert database.startswith("test_")
     assert tables == 0

@@ -3,312 +3,288 @@
 isort:skip_file
 """
 
-from collections import abc as _abc
-from google.protobuf import descriptor as _descriptor
-from google.protobuf import message as _message
-from google.protobuf import timestamp_pb2 as _timestamp_pb2
-from google.protobuf.internal import containers as _containers
-import builtins as _builtins
+from collections import abc as abc
+from google.protobuf import descriptor as descriptor
+from google.protobuf import message as message
+from google.protobuf import timestamp_pb2 as timestamp_pb2
+from google.protobuf.internal import containers as containers
+import builtins as builtins
 import sys
-import typing as _typing
+import typing as typing
 
 if sys.version_info >= (3, 11):
     from typing import TypeAlias as _TypeAlias, Never as _Never
 else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
-DESCRIPTOR: _descriptor.FileDescriptor
+DESCRIPTOR: descriptor.FileDescriptor
 
-@_typing.final
-class Shard(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
+@typing.final
+class Shard(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
-    SHARD_FIELD_NUMBER: _builtins.int
-    TIMER_FIELD_NUMBER: _builtins.int
-    GENERATION_FIELD_NUMBER: _builtins.int
-    EPOCH_FIELD_NUMBER: _builtins.int
-    OWNER_FIELD_NUMBER: _builtins.int
-    shard: _builtins.int
-    timer: _builtins.str
+    SHARD_FIELD_NUMBER: builtins.int
+    TIMER_FIELD_NUMBER: builtins.int
+    GENERATION_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
+    OWNER_FIELD_NUMBER: builtins.int
+    shard: builtins.int
+    timer: builtins.str
     """A timer's id, empty when nobody is assigned."""
-    generation: _builtins.int
+    generation: builtins.int
     """Of the assignment."""
-    epoch: _builtins.int
+    epoch: builtins.int
     """Of the fence in Postgres."""
-    owner: _builtins.str
+    owner: builtins.str
     """Who holds the epoch: the timer, unless a take is under way."""
     def __init__(
         self,
         *,
-        shard: _builtins.int = ...,
-        timer: _builtins.str = ...,
-        generation: _builtins.int = ...,
-        epoch: _builtins.int = ...,
-        owner: _builtins.str = ...,
+        shard: builtins.int = ...,
+        timer: builtins.str = ...,
+        generation: builtins.int = ...,
+        epoch: builtins.int = ...,
+        owner: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "generation", b"generation", "owner", b"owner", "shard", b"shard", "timer", b"timer"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["epoch", b"epoch", "generation", b"generation", "owner", b"owner", "shard", b"shard", "timer", b"timer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Shard: _TypeAlias = Shard  # noqa: Y015
+@typing.final
+class Timer(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
-@_typing.final
-class Timer(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    TIMER_ID_FIELD_NUMBER: _builtins.int
-    NODE_NAME_FIELD_NUMBER: _builtins.int
-    ADDRESS_FIELD_NUMBER: _builtins.int
-    VERSION_FIELD_NUMBER: _builtins.int
-    SHARD_COUNT_FIELD_NUMBER: _builtins.int
-    DRAINING_FIELD_NUMBER: _builtins.int
-    START_TIME_FIELD_NUMBER: _builtins.int
-    SEEN_TIME_FIELD_NUMBER: _builtins.int
-    timer_id: _builtins.str
-    node_name: _builtins.str
-    address: _builtins.str
+    TIMER_ID_FIELD_NUMBER: builtins.int
+    NODE_NAME_FIELD_NUMBER: builtins.int
+    ADDRESS_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
+    SHARD_COUNT_FIELD_NUMBER: builtins.int
+    DRAINING_FIELD_NUMBER: builtins.int
+    START_TIME_FIELD_NUMBER: builtins.int
+    SEEN_TIME_FIELD_NUMBER: builtins.int
+    timer_id: builtins.str
+    node_name: builtins.str
+    address: builtins.str
     """Where workers connect, host:port."""
-    version: _builtins.str
-    shard_count: _builtins.int
-    draining: _builtins.bool
-    @_builtins.property
-    def start_time(self) -> _timestamp_pb2.Timestamp: ...
-    @_builtins.property
-    def seen_time(self) -> _timestamp_pb2.Timestamp:
+    version: builtins.str
+    shard_count: builtins.int
+    draining: builtins.bool
+    @builtins.property
+    def start_time(self) -> timestamp_pb2.Timestamp: ...
+    @builtins.property
+    def seen_time(self) -> timestamp_pb2.Timestamp:
         """When it last stamped Postgres."""
 
     def __init__(
         self,
         *,
-        timer_id: _builtins.str = ...,
-        node_name: _builtins.str = ...,
-        address: _builtins.str = ...,
-        version: _builtins.str = ...,
-        shard_count: _builtins.int = ...,
-        draining: _builtins.bool = ...,
-        start_time: _timestamp_pb2.Timestamp | None = ...,
-        seen_time: _timestamp_pb2.Timestamp | None = ...,
+        timer_id: builtins.str = ...,
+        node_name: builtins.str = ...,
+        address: builtins.str = ...,
+        version: builtins.str = ...,
+        shard_count: builtins.int = ...,
+        draining: builtins.bool = ...,
+        start_time: timestamp_pb2.Timestamp | None = ...,
+        seen_time: timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["seen_time", b"seen_time", "start_time", b"start_time"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "draining", b"draining", "node_name", b"node_name", "seen_time", b"seen_time", "shard_count", b"shard_count", "start_time", b"start_time", "timer_id", b"timer_id", "version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["seen_time", b"seen_time", "start_time", b"start_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["address", b"address", "draining", b"draining", "node_name", b"node_name", "seen_time", b"seen_time", "shard_count", b"shard_count", "start_time", b"start_time", "timer_id", b"timer_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Timer: _TypeAlias = Timer  # noqa: Y015
-
-@_typing.final
-class ListShardsRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
+@typing.final
+class ListShardsRequest(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
     def __init__(
         self,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
     _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ListShardsRequest: _TypeAlias = ListShardsRequest  # noqa: Y015
+@typing.final
+class ListShardsResponse(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
-@_typing.final
-class ListShardsResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SHARDS_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___Shard]: ...
+    SHARDS_FIELD_NUMBER: builtins.int
+    @builtins.property
+    def shards(self) -> containers.RepeatedCompositeFieldContainer[Shard]: ...
     def __init__(
         self,
         *,
-        shards: _abc.Iterable[Global___Shard] | None = ...,
+        shards: abc.Iterable[Shard] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["shards", b"shards"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["shards", b"shards"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ListShardsResponse: _TypeAlias = ListShardsResponse  # noqa: Y015
-
-@_typing.final
-class ListTimersRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
+@typing.final
+class ListTimersRequest(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
     def __init__(
         self,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
     _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ListTimersRequest: _TypeAlias = ListTimersRequest  # noqa: Y015
+@typing.final
+class ListTimersResponse(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
-@_typing.final
-class ListTimersResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    TIMERS_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def timers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Timer]: ...
+    TIMERS_FIELD_NUMBER: builtins.int
+    @builtins.property
+    def timers(self) -> containers.RepeatedCompositeFieldContainer[Timer]: ...
     def __init__(
         self,
         *,
-        timers: _abc.Iterable[Global___Timer] | None = ...,
+        timers: abc.Iterable[Timer] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["timers", b"timers"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["timers", b"timers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ListTimersResponse: _TypeAlias = ListTimersResponse  # noqa: Y015
+@typing.final
+class DrainTimerRequest(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
-@_typing.final
-class DrainTimerRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    TIMER_ID_FIELD_NUMBER: _builtins.int
-    UNDRAIN_FIELD_NUMBER: _builtins.int
-    timer_id: _builtins.str
-    undrain: _builtins.bool
+    TIMER_ID_FIELD_NUMBER: builtins.int
+    UNDRAIN_FIELD_NUMBER: builtins.int
+    timer_id: builtins.str
+    undrain: builtins.bool
     """Take it back into service instead."""
     def __init__(
         self,
         *,
-        timer_id: _builtins.str = ...,
-        undrain: _builtins.bool = ...,
+        timer_id: builtins.str = ...,
+        undrain: builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["timer_id", b"timer_id", "undrain", b"undrain"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["timer_id", b"timer_id", "undrain", b"undrain"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___DrainTimerRequest: _TypeAlias = DrainTimerRequest  # noqa: Y015
+@typing.final
+class DrainTimerResponse(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
-@_typing.final
-class DrainTimerResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    REMAINING_SHARD_COUNT_FIELD_NUMBER: _builtins.int
-    remaining_shard_count: _builtins.int
+    REMAINING_SHARD_COUNT_FIELD_NUMBER: builtins.int
+    remaining_shard_count: builtins.int
     """Shards that still have to move. Ask again until it is 0."""
     def __init__(
         self,
         *,
-        remaining_shard_count: _builtins.int = ...,
+        remaining_shard_count: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["remaining_shard_count", b"remaining_shard_count"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["remaining_shard_count", b"remaining_shard_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___DrainTimerResponse: _TypeAlias = DrainTimerResponse  # noqa: Y015
-
-@_typing.final
-class WatchTimersRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
+@typing.final
+class WatchTimersRequest(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
     def __init__(
         self,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
     _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___WatchTimersRequest: _TypeAlias = WatchTimersRequest  # noqa: Y015
+@typing.final
+class WatchTimersResponse(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
-@_typing.final
-class WatchTimersResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    TIMERS_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def timers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Timer]: ...
+    TIMERS_FIELD_NUMBER: builtins.int
+    @builtins.property
+    def timers(self) -> containers.RepeatedCompositeFieldContainer[Timer]: ...
     def __init__(
         self,
         *,
-        timers: _abc.Iterable[Global___Timer] | None = ...,
+        timers: abc.Iterable[Timer] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["timers", b"timers"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["timers", b"timers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___WatchTimersResponse: _TypeAlias = WatchTimersResponse  # noqa: Y015
-
-@_typing.final
-class GetClusterHealthRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
+@typing.final
+class GetClusterHealthRequest(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
     def __init__(
         self,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
     _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___GetClusterHealthRequest: _TypeAlias = GetClusterHealthRequest  # noqa: Y015
+@typing.final
+class ClusterHealth(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
-@_typing.final
-class ClusterHealth(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    VERDICT_FIELD_NUMBER: _builtins.int
-    HEALTHY_FIELD_NUMBER: _builtins.int
-    LEADER_FIELD_NUMBER: _builtins.int
-    COORDINATORS_FIELD_NUMBER: _builtins.int
-    TIMER_COUNT_FIELD_NUMBER: _builtins.int
-    SHARD_COUNT_FIELD_NUMBER: _builtins.int
-    UNOWNED_SHARDS_FIELD_NUMBER: _builtins.int
-    ETCD_REACHABLE_FIELD_NUMBER: _builtins.int
-    POSTGRES_REACHABLE_FIELD_NUMBER: _builtins.int
-    HALTED_REASON_FIELD_NUMBER: _builtins.int
-    verdict: _builtins.str
+    VERDICT_FIELD_NUMBER: builtins.int
+    HEALTHY_FIELD_NUMBER: builtins.int
+    LEADER_FIELD_NUMBER: builtins.int
+    COORDINATORS_FIELD_NUMBER: builtins.int
+    TIMER_COUNT_FIELD_NUMBER: builtins.int
+    SHARD_COUNT_FIELD_NUMBER: builtins.int
+    UNOWNED_SHARDS_FIELD_NUMBER: builtins.int
+    ETCD_REACHABLE_FIELD_NUMBER: builtins.int
+    POSTGRES_REACHABLE_FIELD_NUMBER: builtins.int
+    HALTED_REASON_FIELD_NUMBER: builtins.int
+    verdict: builtins.str
     """One sentence."""
-    healthy: _builtins.bool
-    leader: _builtins.str
+    healthy: builtins.bool
+    leader: builtins.str
     """The leading coordinator's id."""
-    timer_count: _builtins.int
-    shard_count: _builtins.int
-    etcd_reachable: _builtins.bool
-    postgres_reachable: _builtins.bool
-    halted_reason: _builtins.str
+    timer_count: builtins.int
+    shard_count: builtins.int
+    etcd_reachable: builtins.bool
+    postgres_reachable: builtins.bool
+    halted_reason: builtins.str
     """Grants stand still until `tickwheel cluster resume`: why."""
-    @_builtins.property
-    def coordinators(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
-    @_builtins.property
-    def unowned_shards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @builtins.property
+    def coordinators(self) -> containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    @builtins.property
+    def unowned_shards(self) -> containers.RepeatedScalarFieldContainer[builtins.int]: ...
     def __init__(
         self,
         *,
-        verdict: _builtins.str = ...,
-        healthy: _builtins.bool = ...,
-        leader: _builtins.str = ...,
-        coordinators: _abc.Iterable[_builtins.str] | None = ...,
-        timer_count: _builtins.int = ...,
-        shard_count: _builtins.int = ...,
-        unowned_shards: _abc.Iterable[_builtins.int] | None = ...,
-        etcd_reachable: _builtins.bool = ...,
-        postgres_reachable: _builtins.bool = ...,
-        halted_reason: _builtins.str = ...,
+        verdict: builtins.str = ...,
+        healthy: builtins.bool = ...,
+        leader: builtins.str = ...,
+        coordinators: abc.Iterable[builtins.str] | None = ...,
+        timer_count: builtins.int = ...,
+        shard_count: builtins.int = ...,
+        unowned_shards: abc.Iterable[builtins.int] | None = ...,
+        etcd_reachable: builtins.bool = ...,
+        postgres_reachable: builtins.bool = ...,
+        halted_reason: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinators", b"coordinators", "etcd_reachable", b"etcd_reachable", "halted_reason", b"halted_reason", "healthy", b"healthy", "leader", b"leader", "postgres_reachable", b"postgres_reachable", "shard_count", b"shard_count", "timer_count", b"timer_count", "unowned_shards", b"unowned_shards", "verdict", b"verdict"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["coordinators", b"coordinators", "etcd_reachable", b"etcd_reachable", "halted_reason", b"halted_reason", "healthy", b"healthy", "leader", b"leader", "postgres_reachable", b"postgres_reachable", "shard_count", b"shard_count", "timer_count", b"timer_count", "unowned_shards", b"unowned_shards", "verdict", b"verdict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ClusterHealth: _TypeAlias = ClusterHealth  # noqa: Y015

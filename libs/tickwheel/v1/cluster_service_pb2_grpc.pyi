@@ -3,24 +3,24 @@
 isort:skip_file
 """
 
-from collections import abc as _abc
-from grpc import aio as _aio
-from tickwheel.v1 import cluster_service_pb2 as _cluster_service_pb2
-import abc as _abc_1
-import grpc as _grpc
+from collections import abc as abc
+from grpc import aio as aio
+from tickwheel.v1 import cluster_service_pb2 as cluster_service_pb2
+import abc as abc_1
+import grpc as grpc
 import sys
-import typing as _typing
+import typing as typing
 
 if sys.version_info >= (3, 11):
     from typing import Self as _Self
 else:
     from typing_extensions import Self as _Self
 
-_T = _typing.TypeVar("_T")
+_T = typing.TypeVar("_T")
 
-class _MaybeAsyncIterator(_abc.AsyncIterator[_T], _abc.Iterator[_T], metaclass=_abc_1.ABCMeta): ...
+class _MaybeAsyncIterator(abc.AsyncIterator[_T], abc.Iterator[_T], metaclass=abc_1.ABCMeta): ...
 
-class _ServicerContext(_grpc.ServicerContext, _aio.ServicerContext):  # type: ignore[misc, type-arg]
+class _ServicerContext(grpc.ServicerContext, aio.ServicerContext):  # type: ignore[misc, type-arg]
     ...
 
 GRPC_GENERATED_VERSION: str
@@ -29,69 +29,69 @@ GRPC_VERSION: str
 class ClusterServiceStub:
     """What the cluster is doing, for operators, and for workers that look for timers."""
 
-    @_typing.overload
-    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
-    @_typing.overload
-    def __new__(cls, channel: _aio.Channel) -> ClusterServiceAsyncStub: ...
-    ListShards: _grpc.UnaryUnaryMultiCallable[_cluster_service_pb2.ListShardsRequest, _cluster_service_pb2.ListShardsResponse]
-    ListTimers: _grpc.UnaryUnaryMultiCallable[_cluster_service_pb2.ListTimersRequest, _cluster_service_pb2.ListTimersResponse]
-    DrainTimer: _grpc.UnaryUnaryMultiCallable[_cluster_service_pb2.DrainTimerRequest, _cluster_service_pb2.DrainTimerResponse]
+    @typing.overload
+    def __new__(cls, channel: grpc.Channel) -> _Self: ...
+    @typing.overload
+    def __new__(cls, channel: aio.Channel) -> ClusterServiceAsyncStub: ...
+    ListShards: grpc.UnaryUnaryMultiCallable[cluster_service_pb2.ListShardsRequest, cluster_service_pb2.ListShardsResponse]
+    ListTimers: grpc.UnaryUnaryMultiCallable[cluster_service_pb2.ListTimersRequest, cluster_service_pb2.ListTimersResponse]
+    DrainTimer: grpc.UnaryUnaryMultiCallable[cluster_service_pb2.DrainTimerRequest, cluster_service_pb2.DrainTimerResponse]
     """Moves every shard away from a timer, warm, so that it can be stopped."""
-    WatchTimers: _grpc.UnaryStreamMultiCallable[_cluster_service_pb2.WatchTimersRequest, _cluster_service_pb2.WatchTimersResponse]
+    WatchTimers: grpc.UnaryStreamMultiCallable[cluster_service_pb2.WatchTimersRequest, cluster_service_pb2.WatchTimersResponse]
     """The timers now, and again whenever they change."""
-    GetClusterHealth: _grpc.UnaryUnaryMultiCallable[_cluster_service_pb2.GetClusterHealthRequest, _cluster_service_pb2.ClusterHealth]
+    GetClusterHealth: grpc.UnaryUnaryMultiCallable[cluster_service_pb2.GetClusterHealthRequest, cluster_service_pb2.ClusterHealth]
 
-@_typing.type_check_only
+@typing.type_check_only
 class ClusterServiceAsyncStub(ClusterServiceStub):
     """What the cluster is doing, for operators, and for workers that look for timers."""
 
-    def __init__(self, channel: _aio.Channel) -> None: ...
-    ListShards: _aio.UnaryUnaryMultiCallable[_cluster_service_pb2.ListShardsRequest, _cluster_service_pb2.ListShardsResponse]  # type: ignore[assignment]
-    ListTimers: _aio.UnaryUnaryMultiCallable[_cluster_service_pb2.ListTimersRequest, _cluster_service_pb2.ListTimersResponse]  # type: ignore[assignment]
-    DrainTimer: _aio.UnaryUnaryMultiCallable[_cluster_service_pb2.DrainTimerRequest, _cluster_service_pb2.DrainTimerResponse]  # type: ignore[assignment]
+    def __init__(self, channel: aio.Channel) -> None: ...
+    ListShards: aio.UnaryUnaryMultiCallable[cluster_service_pb2.ListShardsRequest, cluster_service_pb2.ListShardsResponse]  # type: ignore[assignment]
+    ListTimers: aio.UnaryUnaryMultiCallable[cluster_service_pb2.ListTimersRequest, cluster_service_pb2.ListTimersResponse]  # type: ignore[assignment]
+    DrainTimer: aio.UnaryUnaryMultiCallable[cluster_service_pb2.DrainTimerRequest, cluster_service_pb2.DrainTimerResponse]  # type: ignore[assignment]
     """Moves every shard away from a timer, warm, so that it can be stopped."""
-    WatchTimers: _aio.UnaryStreamMultiCallable[_cluster_service_pb2.WatchTimersRequest, _cluster_service_pb2.WatchTimersResponse]  # type: ignore[assignment]
+    WatchTimers: aio.UnaryStreamMultiCallable[cluster_service_pb2.WatchTimersRequest, cluster_service_pb2.WatchTimersResponse]  # type: ignore[assignment]
     """The timers now, and again whenever they change."""
-    GetClusterHealth: _aio.UnaryUnaryMultiCallable[_cluster_service_pb2.GetClusterHealthRequest, _cluster_service_pb2.ClusterHealth]  # type: ignore[assignment]
+    GetClusterHealth: aio.UnaryUnaryMultiCallable[cluster_service_pb2.GetClusterHealthRequest, cluster_service_pb2.ClusterHealth]  # type: ignore[assignment]
 
-class ClusterServiceServicer(metaclass=_abc_1.ABCMeta):
+class ClusterServiceServicer(metaclass=abc_1.ABCMeta):
     """What the cluster is doing, for operators, and for workers that look for timers."""
 
-    @_abc_1.abstractmethod
+    @abc_1.abstractmethod
     def ListShards(
         self,
-        request: _cluster_service_pb2.ListShardsRequest,
+        request: cluster_service_pb2.ListShardsRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_cluster_service_pb2.ListShardsResponse, _abc.Awaitable[_cluster_service_pb2.ListShardsResponse]]: ...
+    ) -> typing.Union[cluster_service_pb2.ListShardsResponse, abc.Awaitable[cluster_service_pb2.ListShardsResponse]]: ...
 
-    @_abc_1.abstractmethod
+    @abc_1.abstractmethod
     def ListTimers(
         self,
-        request: _cluster_service_pb2.ListTimersRequest,
+        request: cluster_service_pb2.ListTimersRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_cluster_service_pb2.ListTimersResponse, _abc.Awaitable[_cluster_service_pb2.ListTimersResponse]]: ...
+    ) -> typing.Union[cluster_service_pb2.ListTimersResponse, abc.Awaitable[cluster_service_pb2.ListTimersResponse]]: ...
 
-    @_abc_1.abstractmethod
+    @abc_1.abstractmethod
     def DrainTimer(
         self,
-        request: _cluster_service_pb2.DrainTimerRequest,
+        request: cluster_service_pb2.DrainTimerRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_cluster_service_pb2.DrainTimerResponse, _abc.Awaitable[_cluster_service_pb2.DrainTimerResponse]]:
+    ) -> typing.Union[cluster_service_pb2.DrainTimerResponse, abc.Awaitable[cluster_service_pb2.DrainTimerResponse]]:
         """Moves every shard away from a timer, warm, so that it can be stopped."""
 
-    @_abc_1.abstractmethod
+    @abc_1.abstractmethod
     def WatchTimers(
         self,
-        request: _cluster_service_pb2.WatchTimersRequest,
+        request: cluster_service_pb2.WatchTimersRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_cluster_service_pb2.WatchTimersResponse], _abc.AsyncIterator[_cluster_service_pb2.WatchTimersResponse]]:
+    ) -> typing.Union[abc.Iterator[cluster_service_pb2.WatchTimersResponse], abc.AsyncIterator[cluster_service_pb2.WatchTimersResponse]]:
         """The timers now, and again whenever they change."""
 
-    @_abc_1.abstractmethod
+    @abc_1.abstractmethod
     def GetClusterHealth(
         self,
-        request: _cluster_service_pb2.GetClusterHealthRequest,
+        request: cluster_service_pb2.GetClusterHealthRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_cluster_service_pb2.ClusterHealth, _abc.Awaitable[_cluster_service_pb2.ClusterHealth]]: ...
+    ) -> typing.Union[cluster_service_pb2.ClusterHealth, abc.Awaitable[cluster_service_pb2.ClusterHealth]]: ...
 
-def add_ClusterServiceServicer_to_server(servicer: ClusterServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+def add_ClusterServiceServicer_to_server(servicer: ClusterServiceServicer, server: typing.Union[grpc.Server, aio.Server]) -> None: ...

@@ -3,124 +3,116 @@
 isort:skip_file
 """
 
-from collections import abc as _abc
-from google.protobuf import descriptor as _descriptor
-from google.protobuf import message as _message
-from google.protobuf.internal import containers as _containers
-from tickwheel.v1 import job_pb2 as _job_pb2
-from tickwheel.v1 import run_pb2 as _run_pb2
-import builtins as _builtins
+from collections import abc as abc
+from google.protobuf import descriptor as descriptor
+from google.protobuf import message as message
+from google.protobuf.internal import containers as containers
+from tickwheel.v1 import job_pb2 as job_pb2
+from tickwheel.v1 import run_pb2 as run_pb2
+import builtins as builtins
 import sys
-import typing as _typing
+import typing as typing
 
 if sys.version_info >= (3, 11):
     from typing import TypeAlias as _TypeAlias, Never as _Never
 else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
-DESCRIPTOR: _descriptor.FileDescriptor
+DESCRIPTOR: descriptor.FileDescriptor
 
-@_typing.final
-class GetDeadLetterRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
+@typing.final
+class GetDeadLetterRequest(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
-    NAME_FIELD_NUMBER: _builtins.int
-    name: _builtins.str
+    NAME_FIELD_NUMBER: builtins.int
+    name: builtins.str
     def __init__(
         self,
         *,
-        name: _builtins.str = ...,
+        name: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["name", b"name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___GetDeadLetterRequest: _TypeAlias = GetDeadLetterRequest  # noqa: Y015
+@typing.final
+class ListDeadLettersRequest(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
-@_typing.final
-class ListDeadLettersRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    PARENT_FIELD_NUMBER: _builtins.int
-    PAGE_SIZE_FIELD_NUMBER: _builtins.int
-    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
-    FILTER_FIELD_NUMBER: _builtins.int
-    parent: _builtins.str
+    PARENT_FIELD_NUMBER: builtins.int
+    PAGE_SIZE_FIELD_NUMBER: builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    FILTER_FIELD_NUMBER: builtins.int
+    parent: builtins.str
     """`tenants/{t}`."""
-    page_size: _builtins.int
-    page_token: _builtins.str
-    filter: _builtins.str
+    page_size: builtins.int
+    page_token: builtins.str
+    filter: builtins.str
     """Terms joined by AND: `schedule = "NAME"`, `kind = "k"`, `fingerprint = "f"`."""
     def __init__(
         self,
         *,
-        parent: _builtins.str = ...,
-        page_size: _builtins.int = ...,
-        page_token: _builtins.str = ...,
-        filter: _builtins.str = ...,
+        parent: builtins.str = ...,
+        page_size: builtins.int = ...,
+        page_token: builtins.str = ...,
+        filter: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter", "page_size", b"page_size", "page_token", b"page_token", "parent", b"parent"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["filter", b"filter", "page_size", b"page_size", "page_token", b"page_token", "parent", b"parent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ListDeadLettersRequest: _TypeAlias = ListDeadLettersRequest  # noqa: Y015
+@typing.final
+class ListDeadLettersResponse(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
-@_typing.final
-class ListDeadLettersResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    DEAD_LETTERS_FIELD_NUMBER: _builtins.int
-    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
-    next_page_token: _builtins.str
-    @_builtins.property
-    def dead_letters(self) -> _containers.RepeatedCompositeFieldContainer[_run_pb2.DeadLetter]:
+    DEAD_LETTERS_FIELD_NUMBER: builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    next_page_token: builtins.str
+    @builtins.property
+    def dead_letters(self) -> containers.RepeatedCompositeFieldContainer[run_pb2.DeadLetter]:
         """Newest first."""
 
     def __init__(
         self,
         *,
-        dead_letters: _abc.Iterable[_run_pb2.DeadLetter] | None = ...,
-        next_page_token: _builtins.str = ...,
+        dead_letters: abc.Iterable[run_pb2.DeadLetter] | None = ...,
+        next_page_token: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead_letters", b"dead_letters", "next_page_token", b"next_page_token"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["dead_letters", b"dead_letters", "next_page_token", b"next_page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ListDeadLettersResponse: _TypeAlias = ListDeadLettersResponse  # noqa: Y015
+@typing.final
+class ReplayDeadLetterRequest(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
-@_typing.final
-class ReplayDeadLetterRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    NAME_FIELD_NUMBER: _builtins.int
-    PAYLOAD_FIELD_NUMBER: _builtins.int
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    VALIDATE_ONLY_FIELD_NUMBER: _builtins.int
-    name: _builtins.str
-    request_id: _builtins.str
-    validate_only: _builtins.bool
-    @_builtins.property
-    def payload(self) -> _job_pb2.Payload:
+    NAME_FIELD_NUMBER: builtins.int
+    PAYLOAD_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    VALIDATE_ONLY_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    request_id: builtins.str
+    validate_only: builtins.bool
+    @builtins.property
+    def payload(self) -> job_pb2.Payload:
         """Instead of the original one."""
 
     def __init__(
         self,
         *,
-        name: _builtins.str = ...,
-        payload: _job_pb2.Payload | None = ...,
-        request_id: _builtins.str = ...,
-        validate_only: _builtins.bool = ...,
+        name: builtins.str = ...,
+        payload: job_pb2.Payload | None = ...,
+        request_id: builtins.str = ...,
+        validate_only: builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["payload", b"payload"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "payload", b"payload", "request_id", b"request_id", "validate_only", b"validate_only"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["payload", b"payload"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["name", b"name", "payload", b"payload", "request_id", b"request_id", "validate_only", b"validate_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ReplayDeadLetterRequest: _TypeAlias = ReplayDeadLetterRequest  # noqa: Y015

@@ -3,25 +3,25 @@
 isort:skip_file
 """
 
-from collections import abc as _abc
-from grpc import aio as _aio
-from tickwheel.v1 import dead_letter_service_pb2 as _dead_letter_service_pb2
-from tickwheel.v1 import run_pb2 as _run_pb2
-import abc as _abc_1
-import grpc as _grpc
+from collections import abc as abc
+from grpc import aio as aio
+from tickwheel.v1 import dead_letter_service_pb2 as dead_letter_service_pb2
+from tickwheel.v1 import run_pb2 as run_pb2
+import abc as abc_1
+import grpc as grpc
 import sys
-import typing as _typing
+import typing as typing
 
 if sys.version_info >= (3, 11):
     from typing import Self as _Self
 else:
     from typing_extensions import Self as _Self
 
-_T = _typing.TypeVar("_T")
+_T = typing.TypeVar("_T")
 
-class _MaybeAsyncIterator(_abc.AsyncIterator[_T], _abc.Iterator[_T], metaclass=_abc_1.ABCMeta): ...
+class _MaybeAsyncIterator(abc.AsyncIterator[_T], abc.Iterator[_T], metaclass=abc_1.ABCMeta): ...
 
-class _ServicerContext(_grpc.ServicerContext, _aio.ServicerContext):  # type: ignore[misc, type-arg]
+class _ServicerContext(grpc.ServicerContext, aio.ServicerContext):  # type: ignore[misc, type-arg]
     ...
 
 GRPC_GENERATED_VERSION: str
@@ -30,48 +30,48 @@ GRPC_VERSION: str
 class DeadLetterServiceStub:
     """Runs that have no attempts left."""
 
-    @_typing.overload
-    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
-    @_typing.overload
-    def __new__(cls, channel: _aio.Channel) -> DeadLetterServiceAsyncStub: ...
-    GetDeadLetter: _grpc.UnaryUnaryMultiCallable[_dead_letter_service_pb2.GetDeadLetterRequest, _run_pb2.DeadLetter]
-    ListDeadLetters: _grpc.UnaryUnaryMultiCallable[_dead_letter_service_pb2.ListDeadLettersRequest, _dead_letter_service_pb2.ListDeadLettersResponse]
-    ReplayDeadLetter: _grpc.UnaryUnaryMultiCallable[_dead_letter_service_pb2.ReplayDeadLetterRequest, _run_pb2.Run]
+    @typing.overload
+    def __new__(cls, channel: grpc.Channel) -> _Self: ...
+    @typing.overload
+    def __new__(cls, channel: aio.Channel) -> DeadLetterServiceAsyncStub: ...
+    GetDeadLetter: grpc.UnaryUnaryMultiCallable[dead_letter_service_pb2.GetDeadLetterRequest, run_pb2.DeadLetter]
+    ListDeadLetters: grpc.UnaryUnaryMultiCallable[dead_letter_service_pb2.ListDeadLettersRequest, dead_letter_service_pb2.ListDeadLettersResponse]
+    ReplayDeadLetter: grpc.UnaryUnaryMultiCallable[dead_letter_service_pb2.ReplayDeadLetterRequest, run_pb2.Run]
     """A new run that names its origin. FAILED_PRECONDITION when it was replayed too often."""
 
-@_typing.type_check_only
+@typing.type_check_only
 class DeadLetterServiceAsyncStub(DeadLetterServiceStub):
     """Runs that have no attempts left."""
 
-    def __init__(self, channel: _aio.Channel) -> None: ...
-    GetDeadLetter: _aio.UnaryUnaryMultiCallable[_dead_letter_service_pb2.GetDeadLetterRequest, _run_pb2.DeadLetter]  # type: ignore[assignment]
-    ListDeadLetters: _aio.UnaryUnaryMultiCallable[_dead_letter_service_pb2.ListDeadLettersRequest, _dead_letter_service_pb2.ListDeadLettersResponse]  # type: ignore[assignment]
-    ReplayDeadLetter: _aio.UnaryUnaryMultiCallable[_dead_letter_service_pb2.ReplayDeadLetterRequest, _run_pb2.Run]  # type: ignore[assignment]
+    def __init__(self, channel: aio.Channel) -> None: ...
+    GetDeadLetter: aio.UnaryUnaryMultiCallable[dead_letter_service_pb2.GetDeadLetterRequest, run_pb2.DeadLetter]  # type: ignore[assignment]
+    ListDeadLetters: aio.UnaryUnaryMultiCallable[dead_letter_service_pb2.ListDeadLettersRequest, dead_letter_service_pb2.ListDeadLettersResponse]  # type: ignore[assignment]
+    ReplayDeadLetter: aio.UnaryUnaryMultiCallable[dead_letter_service_pb2.ReplayDeadLetterRequest, run_pb2.Run]  # type: ignore[assignment]
     """A new run that names its origin. FAILED_PRECONDITION when it was replayed too often."""
 
-class DeadLetterServiceServicer(metaclass=_abc_1.ABCMeta):
+class DeadLetterServiceServicer(metaclass=abc_1.ABCMeta):
     """Runs that have no attempts left."""
 
-    @_abc_1.abstractmethod
+    @abc_1.abstractmethod
     def GetDeadLetter(
         self,
-        request: _dead_letter_service_pb2.GetDeadLetterRequest,
+        request: dead_letter_service_pb2.GetDeadLetterRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_run_pb2.DeadLetter, _abc.Awaitable[_run_pb2.DeadLetter]]: ...
+    ) -> typing.Union[run_pb2.DeadLetter, abc.Awaitable[run_pb2.DeadLetter]]: ...
 
-    @_abc_1.abstractmethod
+    @abc_1.abstractmethod
     def ListDeadLetters(
         self,
-        request: _dead_letter_service_pb2.ListDeadLettersRequest,
+        request: dead_letter_service_pb2.ListDeadLettersRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_dead_letter_service_pb2.ListDeadLettersResponse, _abc.Awaitable[_dead_letter_service_pb2.ListDeadLettersResponse]]: ...
+    ) -> typing.Union[dead_letter_service_pb2.ListDeadLettersResponse, abc.Awaitable[dead_letter_service_pb2.ListDeadLettersResponse]]: ...
 
-    @_abc_1.abstractmethod
+    @abc_1.abstractmethod
     def ReplayDeadLetter(
         self,
-        request: _dead_letter_service_pb2.ReplayDeadLetterRequest,
+        request: dead_letter_service_pb2.ReplayDeadLetterRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_run_pb2.Run, _abc.Awaitable[_run_pb2.Run]]:
+    ) -> typing.Union[run_pb2.Run, abc.Awaitable[run_pb2.Run]]:
         """A new run that names its origin. FAILED_PRECONDITION when it was replayed too often."""
 
-def add_DeadLetterServiceServicer_to_server(servicer: DeadLetterServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+def add_DeadLetterServiceServicer_to_server(servicer: DeadLetterServiceServicer, server: typing.Union[grpc.Server, aio.Server]) -> None: ...

@@ -3,30 +3,30 @@
 isort:skip_file
 """
 
-from collections import abc as _abc
-from google.protobuf import descriptor as _descriptor
-from google.protobuf import duration_pb2 as _duration_pb2
-from google.protobuf import message as _message
-from google.protobuf import struct_pb2 as _struct_pb2
-from google.protobuf.internal import containers as _containers
-from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
-import builtins as _builtins
+from collections import abc as abc
+from google.protobuf import descriptor as descriptor
+from google.protobuf import duration_pb2 as duration_pb2
+from google.protobuf import message as message
+from google.protobuf import struct_pb2 as struct_pb2
+from google.protobuf.internal import containers as containers
+from google.protobuf.internal import enum_type_wrapper as enum_type_wrapper
+import builtins as builtins
 import sys
-import typing as _typing
+import typing as typing
 
 if sys.version_info >= (3, 11):
     from typing import TypeAlias as _TypeAlias, Never as _Never
 else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
-DESCRIPTOR: _descriptor.FileDescriptor
+DESCRIPTOR: descriptor.FileDescriptor
 
 class _UnknownOutcomePolicy:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
+    ValueType = typing.NewType("ValueType", builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
 
-class _UnknownOutcomePolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_UnknownOutcomePolicy.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
+class _UnknownOutcomePolicyEnumTypeWrapper(enum_type_wrapper._EnumTypeWrapper[_UnknownOutcomePolicy.ValueType], builtins.type):
+    DESCRIPTOR: descriptor.EnumDescriptor
     UNKNOWN_OUTCOME_POLICY_UNSPECIFIED: _UnknownOutcomePolicy.ValueType  # 0
     """The default: RETRY."""
     UNKNOWN_OUTCOME_POLICY_RETRY: _UnknownOutcomePolicy.ValueType  # 1
@@ -43,14 +43,13 @@ UNKNOWN_OUTCOME_POLICY_RETRY: UnknownOutcomePolicy.ValueType  # 1
 """Try again, with the same idempotency key."""
 UNKNOWN_OUTCOME_POLICY_HOLD: UnknownOutcomePolicy.ValueType  # 2
 """The run is HELD until a person resolves it: for what must not run twice."""
-Global___UnknownOutcomePolicy: _TypeAlias = UnknownOutcomePolicy  # noqa: Y015
 
 class _ResourceView:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
+    ValueType = typing.NewType("ValueType", builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
 
-class _ResourceViewEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ResourceView.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
+class _ResourceViewEnumTypeWrapper(enum_type_wrapper._EnumTypeWrapper[_ResourceView.ValueType], builtins.type):
+    DESCRIPTOR: descriptor.EnumDescriptor
     RESOURCE_VIEW_UNSPECIFIED: _ResourceView.ValueType  # 0
     """BASIC for lists, FULL for a single resource."""
     RESOURCE_VIEW_BASIC: _ResourceView.ValueType  # 1
@@ -67,227 +66,216 @@ RESOURCE_VIEW_BASIC: ResourceView.ValueType  # 1
 """Without payloads and results."""
 RESOURCE_VIEW_FULL: ResourceView.ValueType  # 2
 """Everything."""
-Global___ResourceView: _TypeAlias = ResourceView  # noqa: Y015
 
-@_typing.final
-class Payload(_message.Message):
+@typing.final
+class Payload(message.Message):
     """What a handler is given, and what it gives back: JSON, or bytes with a content type. Bytes travel unchanged.
     At most 64 KiB unless the tenant's policy says otherwise, and never more than 1 MiB.
     """
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: descriptor.Descriptor
 
-    JSON_FIELD_NUMBER: _builtins.int
-    DATA_FIELD_NUMBER: _builtins.int
-    CONTENT_TYPE_FIELD_NUMBER: _builtins.int
-    data: _builtins.bytes
+    JSON_FIELD_NUMBER: builtins.int
+    DATA_FIELD_NUMBER: builtins.int
+    CONTENT_TYPE_FIELD_NUMBER: builtins.int
+    data: builtins.bytes
     """Any bytes, a zero byte included."""
-    content_type: _builtins.str
+    content_type: builtins.str
     """The media type of `data`. With `json` it is ignored."""
-    @_builtins.property
-    def json(self) -> _struct_pb2.Struct:
+    @builtins.property
+    def json(self) -> struct_pb2.Struct:
         """A JSON object. It is handed to workers as `data` with `content_type` "application/json"."""
 
     def __init__(
         self,
         *,
-        json: _struct_pb2.Struct | None = ...,
-        data: _builtins.bytes = ...,
-        content_type: _builtins.str = ...,
+        json: struct_pb2.Struct | None = ...,
+        data: builtins.bytes = ...,
+        content_type: builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "data", b"data", "json", b"json"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "content_type", b"content_type", "data", b"data", "json", b"json"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["content", b"content", "data", b"data", "json", b"json"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["content", b"content", "content_type", b"content_type", "data", b"data", "json", b"json"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_content: _TypeAlias = _typing.Literal["json", "data"]  # noqa: Y015
-    _WhichOneofArgType_content: _TypeAlias = _typing.Literal["content", b"content"]  # noqa: Y015
+    _WhichOneofReturnType_content: _TypeAlias = typing.Literal["json", "data"]  # noqa: Y015
+    _WhichOneofArgType_content: _TypeAlias = typing.Literal["content", b"content"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_content) -> _WhichOneofReturnType_content | None: ...
 
-Global___Payload: _TypeAlias = Payload  # noqa: Y015
-
-@_typing.final
-class RetryPolicy(_message.Message):
+@typing.final
+class RetryPolicy(message.Message):
     """When a failed attempt is tried again. Unset fields take the defaults of the service."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: descriptor.Descriptor
 
-    ATTEMPT_COUNT_MAX_FIELD_NUMBER: _builtins.int
-    INITIAL_BACKOFF_DURATION_FIELD_NUMBER: _builtins.int
-    MULTIPLIER_FIELD_NUMBER: _builtins.int
-    BACKOFF_DURATION_MAX_FIELD_NUMBER: _builtins.int
-    JITTER_RATIO_FIELD_NUMBER: _builtins.int
-    NON_RETRYABLE_TYPES_FIELD_NUMBER: _builtins.int
-    attempt_count_max: _builtins.int
+    ATTEMPT_COUNT_MAX_FIELD_NUMBER: builtins.int
+    INITIAL_BACKOFF_DURATION_FIELD_NUMBER: builtins.int
+    MULTIPLIER_FIELD_NUMBER: builtins.int
+    BACKOFF_DURATION_MAX_FIELD_NUMBER: builtins.int
+    JITTER_RATIO_FIELD_NUMBER: builtins.int
+    NON_RETRYABLE_TYPES_FIELD_NUMBER: builtins.int
+    attempt_count_max: builtins.int
     """How many attempts there may be, the first one included; 1 means never to retry. Default 4, at most 1,000."""
-    multiplier: _builtins.float
+    multiplier: builtins.float
     """What each further delay is multiplied by. Default 2, at least 1."""
-    jitter_ratio: _builtins.float
+    jitter_ratio: builtins.float
     """Part of the delay that is added at random, from 0 to 1: with 0.1 a delay of 10 s becomes 10 to 11 s. Default 0.1."""
-    @_builtins.property
-    def initial_backoff_duration(self) -> _duration_pb2.Duration:
+    @builtins.property
+    def initial_backoff_duration(self) -> duration_pb2.Duration:
         """The delay after the first failure. Default 2 s."""
 
-    @_builtins.property
-    def backoff_duration_max(self) -> _duration_pb2.Duration:
+    @builtins.property
+    def backoff_duration_max(self) -> duration_pb2.Duration:
         """No delay is longer than this. Default 1 h."""
 
-    @_builtins.property
-    def non_retryable_types(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+    @builtins.property
+    def non_retryable_types(self) -> containers.RepeatedScalarFieldContainer[builtins.str]:
         """Failure types (`Failure.type`) that are never tried again."""
 
     def __init__(
         self,
         *,
-        attempt_count_max: _builtins.int = ...,
-        initial_backoff_duration: _duration_pb2.Duration | None = ...,
-        multiplier: _builtins.float = ...,
-        backoff_duration_max: _duration_pb2.Duration | None = ...,
-        jitter_ratio: _builtins.float | None = ...,
-        non_retryable_types: _abc.Iterable[_builtins.str] | None = ...,
+        attempt_count_max: builtins.int = ...,
+        initial_backoff_duration: duration_pb2.Duration | None = ...,
+        multiplier: builtins.float = ...,
+        backoff_duration_max: duration_pb2.Duration | None = ...,
+        jitter_ratio: builtins.float | None = ...,
+        non_retryable_types: abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_jitter_ratio", b"_jitter_ratio", "backoff_duration_max", b"backoff_duration_max", "initial_backoff_duration", b"initial_backoff_duration", "jitter_ratio", b"jitter_ratio"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_jitter_ratio", b"_jitter_ratio", "attempt_count_max", b"attempt_count_max", "backoff_duration_max", b"backoff_duration_max", "initial_backoff_duration", b"initial_backoff_duration", "jitter_ratio", b"jitter_ratio", "multiplier", b"multiplier", "non_retryable_types", b"non_retryable_types"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["_jitter_ratio", b"_jitter_ratio", "backoff_duration_max", b"backoff_duration_max", "initial_backoff_duration", b"initial_backoff_duration", "jitter_ratio", b"jitter_ratio"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["_jitter_ratio", b"_jitter_ratio", "attempt_count_max", b"attempt_count_max", "backoff_duration_max", b"backoff_duration_max", "initial_backoff_duration", b"initial_backoff_duration", "jitter_ratio", b"jitter_ratio", "multiplier", b"multiplier", "non_retryable_types", b"non_retryable_types"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__jitter_ratio: _TypeAlias = _typing.Literal["jitter_ratio"]  # noqa: Y015
-    _WhichOneofArgType__jitter_ratio: _TypeAlias = _typing.Literal["_jitter_ratio", b"_jitter_ratio"]  # noqa: Y015
+    _WhichOneofReturnType__jitter_ratio: _TypeAlias = typing.Literal["jitter_ratio"]  # noqa: Y015
+    _WhichOneofArgType__jitter_ratio: _TypeAlias = typing.Literal["_jitter_ratio", b"_jitter_ratio"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__jitter_ratio) -> _WhichOneofReturnType__jitter_ratio | None: ...
 
-Global___RetryPolicy: _TypeAlias = RetryPolicy  # noqa: Y015
-
-@_typing.final
-class Timeouts(_message.Message):
+@typing.final
+class Timeouts(message.Message):
     """How long each part of a run may take. Unset or zero: the default in the comment."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: descriptor.Descriptor
 
-    START_DURATION_MAX_FIELD_NUMBER: _builtins.int
-    ATTEMPT_DURATION_MAX_FIELD_NUMBER: _builtins.int
-    RUN_DURATION_MAX_FIELD_NUMBER: _builtins.int
-    HEARTBEAT_DURATION_MAX_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def start_duration_max(self) -> _duration_pb2.Duration:
+    START_DURATION_MAX_FIELD_NUMBER: builtins.int
+    ATTEMPT_DURATION_MAX_FIELD_NUMBER: builtins.int
+    RUN_DURATION_MAX_FIELD_NUMBER: builtins.int
+    HEARTBEAT_DURATION_MAX_FIELD_NUMBER: builtins.int
+    @builtins.property
+    def start_duration_max(self) -> duration_pb2.Duration:
         """From `due_time` to the first start; a run that waited longer EXPIREs. Default: no limit."""
 
-    @_builtins.property
-    def attempt_duration_max(self) -> _duration_pb2.Duration:
+    @builtins.property
+    def attempt_duration_max(self) -> duration_pb2.Duration:
         """One attempt. Default 10 min, or no limit while progress is reported."""
 
-    @_builtins.property
-    def run_duration_max(self) -> _duration_pb2.Duration:
+    @builtins.property
+    def run_duration_max(self) -> duration_pb2.Duration:
         """The whole run, all attempts and the waits between them. Default: no limit."""
 
-    @_builtins.property
-    def heartbeat_duration_max(self) -> _duration_pb2.Duration:
+    @builtins.property
+    def heartbeat_duration_max(self) -> duration_pb2.Duration:
         """The longest silence of an attempt that has reported progress once. Default: no limit."""
 
     def __init__(
         self,
         *,
-        start_duration_max: _duration_pb2.Duration | None = ...,
-        attempt_duration_max: _duration_pb2.Duration | None = ...,
-        run_duration_max: _duration_pb2.Duration | None = ...,
-        heartbeat_duration_max: _duration_pb2.Duration | None = ...,
+        start_duration_max: duration_pb2.Duration | None = ...,
+        attempt_duration_max: duration_pb2.Duration | None = ...,
+        run_duration_max: duration_pb2.Duration | None = ...,
+        heartbeat_duration_max: duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["attempt_duration_max", b"attempt_duration_max", "heartbeat_duration_max", b"heartbeat_duration_max", "run_duration_max", b"run_duration_max", "start_duration_max", b"start_duration_max"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_duration_max", b"attempt_duration_max", "heartbeat_duration_max", b"heartbeat_duration_max", "run_duration_max", b"run_duration_max", "start_duration_max", b"start_duration_max"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["attempt_duration_max", b"attempt_duration_max", "heartbeat_duration_max", b"heartbeat_duration_max", "run_duration_max", b"run_duration_max", "start_duration_max", b"start_duration_max"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["attempt_duration_max", b"attempt_duration_max", "heartbeat_duration_max", b"heartbeat_duration_max", "run_duration_max", b"run_duration_max", "start_duration_max", b"start_duration_max"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Timeouts: _TypeAlias = Timeouts  # noqa: Y015
-
-@_typing.final
-class JobTemplate(_message.Message):
+@typing.final
+class JobTemplate(message.Message):
     """What is to be done, apart from when."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: descriptor.Descriptor
 
-    QUEUE_FIELD_NUMBER: _builtins.int
-    KIND_FIELD_NUMBER: _builtins.int
-    PAYLOAD_FIELD_NUMBER: _builtins.int
-    PRIORITY_FIELD_NUMBER: _builtins.int
-    RETRY_FIELD_NUMBER: _builtins.int
-    TIMEOUTS_FIELD_NUMBER: _builtins.int
-    LEASE_DURATION_FIELD_NUMBER: _builtins.int
-    ON_UNKNOWN_OUTCOME_FIELD_NUMBER: _builtins.int
-    queue: _builtins.str
+    QUEUE_FIELD_NUMBER: builtins.int
+    KIND_FIELD_NUMBER: builtins.int
+    PAYLOAD_FIELD_NUMBER: builtins.int
+    PRIORITY_FIELD_NUMBER: builtins.int
+    RETRY_FIELD_NUMBER: builtins.int
+    TIMEOUTS_FIELD_NUMBER: builtins.int
+    LEASE_DURATION_FIELD_NUMBER: builtins.int
+    ON_UNKNOWN_OUTCOME_FIELD_NUMBER: builtins.int
+    queue: builtins.str
     """The queue, `[a-z]([a-z0-9-]{0,61}[a-z0-9])?`. Default "default"."""
-    kind: _builtins.str
+    kind: builtins.str
     """The name of the handler, `[a-zA-Z0-9_.:/-]{1,128}`."""
-    priority: _builtins.int
+    priority: builtins.int
     """0 (default) to 9; 9 goes first."""
-    on_unknown_outcome: Global___UnknownOutcomePolicy.ValueType
-    @_builtins.property
-    def payload(self) -> Global___Payload: ...
-    @_builtins.property
-    def retry(self) -> Global___RetryPolicy: ...
-    @_builtins.property
-    def timeouts(self) -> Global___Timeouts: ...
-    @_builtins.property
-    def lease_duration(self) -> _duration_pb2.Duration:
+    on_unknown_outcome: UnknownOutcomePolicy.ValueType
+    @builtins.property
+    def payload(self) -> Payload: ...
+    @builtins.property
+    def retry(self) -> RetryPolicy: ...
+    @builtins.property
+    def timeouts(self) -> Timeouts: ...
+    @builtins.property
+    def lease_duration(self) -> duration_pb2.Duration:
         """How long a worker's lease lasts between renewals, 2 s to 10 min. Default 10 s."""
 
     def __init__(
         self,
         *,
-        queue: _builtins.str = ...,
-        kind: _builtins.str = ...,
-        payload: Global___Payload | None = ...,
-        priority: _builtins.int = ...,
-        retry: Global___RetryPolicy | None = ...,
-        timeouts: Global___Timeouts | None = ...,
-        lease_duration: _duration_pb2.Duration | None = ...,
-        on_unknown_outcome: Global___UnknownOutcomePolicy.ValueType = ...,
+        queue: builtins.str = ...,
+        kind: builtins.str = ...,
+        payload: Payload | None = ...,
+        priority: builtins.int = ...,
+        retry: RetryPolicy | None = ...,
+        timeouts: Timeouts | None = ...,
+        lease_duration: duration_pb2.Duration | None = ...,
+        on_unknown_outcome: UnknownOutcomePolicy.ValueType = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["lease_duration", b"lease_duration", "payload", b"payload", "retry", b"retry", "timeouts", b"timeouts"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "lease_duration", b"lease_duration", "on_unknown_outcome", b"on_unknown_outcome", "payload", b"payload", "priority", b"priority", "queue", b"queue", "retry", b"retry", "timeouts", b"timeouts"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["lease_duration", b"lease_duration", "payload", b"payload", "retry", b"retry", "timeouts", b"timeouts"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["kind", b"kind", "lease_duration", b"lease_duration", "on_unknown_outcome", b"on_unknown_outcome", "payload", b"payload", "priority", b"priority", "queue", b"queue", "retry", b"retry", "timeouts", b"timeouts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___JobTemplate: _TypeAlias = JobTemplate  # noqa: Y015
-
-@_typing.final
-class Failure(_message.Message):
+@typing.final
+class Failure(message.Message):
     """Why an attempt did not succeed."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: descriptor.Descriptor
 
-    TYPE_FIELD_NUMBER: _builtins.int
-    MESSAGE_FIELD_NUMBER: _builtins.int
-    NON_RETRYABLE_FIELD_NUMBER: _builtins.int
-    RETRY_DELAY_FIELD_NUMBER: _builtins.int
-    STACK_FIELD_NUMBER: _builtins.int
-    FINGERPRINT_FIELD_NUMBER: _builtins.int
-    type: _builtins.str
+    TYPE_FIELD_NUMBER: builtins.int
+    MESSAGE_FIELD_NUMBER: builtins.int
+    NON_RETRYABLE_FIELD_NUMBER: builtins.int
+    RETRY_DELAY_FIELD_NUMBER: builtins.int
+    STACK_FIELD_NUMBER: builtins.int
+    FINGERPRINT_FIELD_NUMBER: builtins.int
+    type: builtins.str
     """A short stable name, such as an exception's class: what `non_retryable_types` is compared with."""
-    message: _builtins.str
+    message: builtins.str
     """For a person. At most 4 KiB are kept."""
-    non_retryable: _builtins.bool
+    non_retryable: builtins.bool
     """The worker's word that trying again is pointless."""
-    stack: _builtins.str
+    stack: builtins.str
     """At most 16 KiB are kept."""
-    fingerprint: _builtins.str
+    fingerprint: builtins.str
     """Groups failures that are alike. Computed from type and message where the worker sends none."""
-    @_builtins.property
-    def retry_delay(self) -> _duration_pb2.Duration:
+    @builtins.property
+    def retry_delay(self) -> duration_pb2.Duration:
         """When set, the next attempt is due this long after the failure, instead of the policy's backoff."""
 
     def __init__(
         self,
         *,
-        type: _builtins.str = ...,
-        message: _builtins.str = ...,
-        non_retryable: _builtins.bool = ...,
-        retry_delay: _duration_pb2.Duration | None = ...,
-        stack: _builtins.str = ...,
-        fingerprint: _builtins.str = ...,
+        type: builtins.str = ...,
+        message: builtins.str = ...,
+        non_retryable: builtins.bool = ...,
+        retry_delay: duration_pb2.Duration | None = ...,
+        stack: builtins.str = ...,
+        fingerprint: builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["retry_delay", b"retry_delay"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "message", b"message", "non_retryable", b"non_retryable", "retry_delay", b"retry_delay", "stack", b"stack", "type", b"type"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["retry_delay", b"retry_delay"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["fingerprint", b"fingerprint", "message", b"message", "non_retryable", b"non_retryable", "retry_delay", b"retry_delay", "stack", b"stack", "type", b"type"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Failure: _TypeAlias = Failure  # noqa: Y015

@@ -3,37 +3,37 @@
 isort:skip_file
 """
 
-from collections import abc as _abc
-from google.protobuf import descriptor as _descriptor
-from google.protobuf import duration_pb2 as _duration_pb2
-from google.protobuf import message as _message
-from google.protobuf import timestamp_pb2 as _timestamp_pb2
-from google.protobuf.internal import containers as _containers
-from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
-from tickwheel.v1 import job_pb2 as _job_pb2
-import builtins as _builtins
+from collections import abc as abc
+from google.protobuf import descriptor as descriptor
+from google.protobuf import duration_pb2 as duration_pb2
+from google.protobuf import message as message
+from google.protobuf import timestamp_pb2 as timestamp_pb2
+from google.protobuf.internal import containers as containers
+from google.protobuf.internal import enum_type_wrapper as enum_type_wrapper
+from tickwheel.v1 import job_pb2 as job_pb2
+import builtins as builtins
 import sys
-import typing as _typing
+import typing as typing
 
 if sys.version_info >= (3, 11):
     from typing import TypeAlias as _TypeAlias, Never as _Never
 else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
-DESCRIPTOR: _descriptor.FileDescriptor
+DESCRIPTOR: descriptor.FileDescriptor
 
-@_typing.final
-class Run(_message.Message):
+@typing.final
+class Run(message.Message):
     """One piece of work to be done."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: descriptor.Descriptor
 
     class _State:
-        ValueType = _typing.NewType("ValueType", _builtins.int)
+        ValueType = typing.NewType("ValueType", builtins.int)
         V: _TypeAlias = ValueType  # noqa: Y015
 
-    class _StateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[Run._State.ValueType], _builtins.type):
-        DESCRIPTOR: _descriptor.EnumDescriptor
+    class _StateEnumTypeWrapper(enum_type_wrapper._EnumTypeWrapper[Run._State.ValueType], builtins.type):
+        DESCRIPTOR: descriptor.EnumDescriptor
         STATE_UNSPECIFIED: Run._State.ValueType  # 0
         STATE_SCHEDULED: Run._State.ValueType  # 1
         """Waits for its `due_time`, the first one or a retry's, or is due and waits for what `waiting_reasons` says."""
@@ -70,11 +70,11 @@ class Run(_message.Message):
     """It did not start in time."""
 
     class _Cause:
-        ValueType = _typing.NewType("ValueType", _builtins.int)
+        ValueType = typing.NewType("ValueType", builtins.int)
         V: _TypeAlias = ValueType  # noqa: Y015
 
-    class _CauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[Run._Cause.ValueType], _builtins.type):
-        DESCRIPTOR: _descriptor.EnumDescriptor
+    class _CauseEnumTypeWrapper(enum_type_wrapper._EnumTypeWrapper[Run._Cause.ValueType], builtins.type):
+        DESCRIPTOR: descriptor.EnumDescriptor
         CAUSE_UNSPECIFIED: Run._Cause.ValueType  # 0
         CAUSE_SCHEDULED: Run._Cause.ValueType  # 1
         CAUSE_CATCH_UP: Run._Cause.ValueType  # 2
@@ -92,184 +92,180 @@ class Run(_message.Message):
     CAUSE_DIRECT: Run.Cause.ValueType  # 5
     CAUSE_REPLAY: Run.Cause.ValueType  # 6
 
-    @_typing.final
-    class LabelsEntry(_message.Message):
-        DESCRIPTOR: _descriptor.Descriptor
+    @typing.final
+    class LabelsEntry(message.Message):
+        DESCRIPTOR: descriptor.Descriptor
 
-        KEY_FIELD_NUMBER: _builtins.int
-        VALUE_FIELD_NUMBER: _builtins.int
-        key: _builtins.str
-        value: _builtins.str
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
         def __init__(
             self,
             *,
-            key: _builtins.str = ...,
-            value: _builtins.str = ...,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
         ) -> None: ...
         _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-    NAME_FIELD_NUMBER: _builtins.int
-    CREATE_TIME_FIELD_NUMBER: _builtins.int
-    SCHEDULE_FIELD_NUMBER: _builtins.int
-    SCHEDULE_VERSION_FIELD_NUMBER: _builtins.int
-    CAUSE_FIELD_NUMBER: _builtins.int
-    STATE_FIELD_NUMBER: _builtins.int
-    WAITING_REASONS_FIELD_NUMBER: _builtins.int
-    SCHEDULE_TIME_FIELD_NUMBER: _builtins.int
-    DUE_TIME_FIELD_NUMBER: _builtins.int
-    TEMPLATE_FIELD_NUMBER: _builtins.int
-    LEASE_TIME_FIELD_NUMBER: _builtins.int
-    END_TIME_FIELD_NUMBER: _builtins.int
-    DUE_LAG_DURATION_FIELD_NUMBER: _builtins.int
-    ATTEMPT_COUNT_FIELD_NUMBER: _builtins.int
-    LAST_FAILURE_FIELD_NUMBER: _builtins.int
-    RESULT_FIELD_NUMBER: _builtins.int
-    REPLAYED_FROM_FIELD_NUMBER: _builtins.int
-    IDEMPOTENCY_KEY_FIELD_NUMBER: _builtins.int
-    TRACEPARENT_FIELD_NUMBER: _builtins.int
-    PROGRESS_FIELD_NUMBER: _builtins.int
-    CANCEL_REASON_FIELD_NUMBER: _builtins.int
-    LABELS_FIELD_NUMBER: _builtins.int
-    SHARD_FIELD_NUMBER: _builtins.int
-    WORKER_FIELD_NUMBER: _builtins.int
-    name: _builtins.str
+    NAME_FIELD_NUMBER: builtins.int
+    CREATE_TIME_FIELD_NUMBER: builtins.int
+    SCHEDULE_FIELD_NUMBER: builtins.int
+    SCHEDULE_VERSION_FIELD_NUMBER: builtins.int
+    CAUSE_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
+    WAITING_REASONS_FIELD_NUMBER: builtins.int
+    SCHEDULE_TIME_FIELD_NUMBER: builtins.int
+    DUE_TIME_FIELD_NUMBER: builtins.int
+    TEMPLATE_FIELD_NUMBER: builtins.int
+    LEASE_TIME_FIELD_NUMBER: builtins.int
+    END_TIME_FIELD_NUMBER: builtins.int
+    DUE_LAG_DURATION_FIELD_NUMBER: builtins.int
+    ATTEMPT_COUNT_FIELD_NUMBER: builtins.int
+    LAST_FAILURE_FIELD_NUMBER: builtins.int
+    RESULT_FIELD_NUMBER: builtins.int
+    REPLAYED_FROM_FIELD_NUMBER: builtins.int
+    IDEMPOTENCY_KEY_FIELD_NUMBER: builtins.int
+    TRACEPARENT_FIELD_NUMBER: builtins.int
+    PROGRESS_FIELD_NUMBER: builtins.int
+    CANCEL_REASON_FIELD_NUMBER: builtins.int
+    LABELS_FIELD_NUMBER: builtins.int
+    SHARD_FIELD_NUMBER: builtins.int
+    WORKER_FIELD_NUMBER: builtins.int
+    name: builtins.str
     """`tenants/{t}/runs/{r}`; the id is made by the server."""
-    schedule: _builtins.str
+    schedule: builtins.str
     """`tenants/{t}/schedules/{s}`, empty for a direct run."""
-    schedule_version: _builtins.int
-    cause: Global___Run.Cause.ValueType
-    state: Global___Run.State.ValueType
-    attempt_count: _builtins.int
-    replayed_from: _builtins.str
+    schedule_version: builtins.int
+    cause: Run.Cause.ValueType
+    state: Run.State.ValueType
+    attempt_count: builtins.int
+    replayed_from: builtins.str
     """The run that this one repeats."""
-    idempotency_key: _builtins.str
+    idempotency_key: builtins.str
     """The same for all attempts."""
-    traceparent: _builtins.str
-    cancel_reason: _builtins.str
+    traceparent: builtins.str
+    cancel_reason: builtins.str
     """Why it was cancelled, and by whom."""
-    shard: _builtins.int
-    worker: _builtins.str
+    shard: builtins.int
+    worker: builtins.str
     """The worker of the current or last attempt."""
-    @_builtins.property
-    def create_time(self) -> _timestamp_pb2.Timestamp: ...
-    @_builtins.property
-    def waiting_reasons(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+    @builtins.property
+    def create_time(self) -> timestamp_pb2.Timestamp: ...
+    @builtins.property
+    def waiting_reasons(self) -> containers.RepeatedScalarFieldContainer[builtins.str]:
         """Why a due run has not started, computed when asked."""
 
-    @_builtins.property
-    def schedule_time(self) -> _timestamp_pb2.Timestamp:
+    @builtins.property
+    def schedule_time(self) -> timestamp_pb2.Timestamp:
         """The instant that the trigger named."""
 
-    @_builtins.property
-    def due_time(self) -> _timestamp_pb2.Timestamp:
+    @builtins.property
+    def due_time(self) -> timestamp_pb2.Timestamp:
         """No attempt starts before it. Default: now."""
 
-    @_builtins.property
-    def template(self) -> _job_pb2.JobTemplate: ...
-    @_builtins.property
-    def lease_time(self) -> _timestamp_pb2.Timestamp:
+    @builtins.property
+    def template(self) -> job_pb2.JobTemplate: ...
+    @builtins.property
+    def lease_time(self) -> timestamp_pb2.Timestamp:
         """Of the current or last attempt."""
 
-    @_builtins.property
-    def end_time(self) -> _timestamp_pb2.Timestamp: ...
-    @_builtins.property
-    def due_lag_duration(self) -> _duration_pb2.Duration:
+    @builtins.property
+    def end_time(self) -> timestamp_pb2.Timestamp: ...
+    @builtins.property
+    def due_lag_duration(self) -> duration_pb2.Duration:
         """From the last `due_time` to its lease."""
 
-    @_builtins.property
-    def last_failure(self) -> _job_pb2.Failure: ...
-    @_builtins.property
-    def result(self) -> _job_pb2.Payload: ...
-    @_builtins.property
-    def progress(self) -> Global___Progress: ...
-    @_builtins.property
-    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    @builtins.property
+    def last_failure(self) -> job_pb2.Failure: ...
+    @builtins.property
+    def result(self) -> job_pb2.Payload: ...
+    @builtins.property
+    def progress(self) -> Progress: ...
+    @builtins.property
+    def labels(self) -> containers.ScalarMap[builtins.str, builtins.str]: ...
     def __init__(
         self,
         *,
-        name: _builtins.str = ...,
-        create_time: _timestamp_pb2.Timestamp | None = ...,
-        schedule: _builtins.str = ...,
-        schedule_version: _builtins.int = ...,
-        cause: Global___Run.Cause.ValueType = ...,
-        state: Global___Run.State.ValueType = ...,
-        waiting_reasons: _abc.Iterable[_builtins.str] | None = ...,
-        schedule_time: _timestamp_pb2.Timestamp | None = ...,
-        due_time: _timestamp_pb2.Timestamp | None = ...,
-        template: _job_pb2.JobTemplate | None = ...,
-        lease_time: _timestamp_pb2.Timestamp | None = ...,
-        end_time: _timestamp_pb2.Timestamp | None = ...,
-        due_lag_duration: _duration_pb2.Duration | None = ...,
-        attempt_count: _builtins.int = ...,
-        last_failure: _job_pb2.Failure | None = ...,
-        result: _job_pb2.Payload | None = ...,
-        replayed_from: _builtins.str = ...,
-        idempotency_key: _builtins.str = ...,
-        traceparent: _builtins.str = ...,
-        progress: Global___Progress | None = ...,
-        cancel_reason: _builtins.str = ...,
-        labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
-        shard: _builtins.int = ...,
-        worker: _builtins.str = ...,
+        name: builtins.str = ...,
+        create_time: timestamp_pb2.Timestamp | None = ...,
+        schedule: builtins.str = ...,
+        schedule_version: builtins.int = ...,
+        cause: Run.Cause.ValueType = ...,
+        state: Run.State.ValueType = ...,
+        waiting_reasons: abc.Iterable[builtins.str] | None = ...,
+        schedule_time: timestamp_pb2.Timestamp | None = ...,
+        due_time: timestamp_pb2.Timestamp | None = ...,
+        template: job_pb2.JobTemplate | None = ...,
+        lease_time: timestamp_pb2.Timestamp | None = ...,
+        end_time: timestamp_pb2.Timestamp | None = ...,
+        due_lag_duration: duration_pb2.Duration | None = ...,
+        attempt_count: builtins.int = ...,
+        last_failure: job_pb2.Failure | None = ...,
+        result: job_pb2.Payload | None = ...,
+        replayed_from: builtins.str = ...,
+        idempotency_key: builtins.str = ...,
+        traceparent: builtins.str = ...,
+        progress: Progress | None = ...,
+        cancel_reason: builtins.str = ...,
+        labels: abc.Mapping[builtins.str, builtins.str] | None = ...,
+        shard: builtins.int = ...,
+        worker: builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "due_lag_duration", b"due_lag_duration", "due_time", b"due_time", "end_time", b"end_time", "last_failure", b"last_failure", "lease_time", b"lease_time", "progress", b"progress", "result", b"result", "schedule_time", b"schedule_time", "template", b"template"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_count", b"attempt_count", "cancel_reason", b"cancel_reason", "cause", b"cause", "create_time", b"create_time", "due_lag_duration", b"due_lag_duration", "due_time", b"due_time", "end_time", b"end_time", "idempotency_key", b"idempotency_key", "labels", b"labels", "last_failure", b"last_failure", "lease_time", b"lease_time", "name", b"name", "progress", b"progress", "replayed_from", b"replayed_from", "result", b"result", "schedule", b"schedule", "schedule_time", b"schedule_time", "schedule_version", b"schedule_version", "shard", b"shard", "state", b"state", "template", b"template", "traceparent", b"traceparent", "waiting_reasons", b"waiting_reasons", "worker", b"worker"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["create_time", b"create_time", "due_lag_duration", b"due_lag_duration", "due_time", b"due_time", "end_time", b"end_time", "last_failure", b"last_failure", "lease_time", b"lease_time", "progress", b"progress", "result", b"result", "schedule_time", b"schedule_time", "template", b"template"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["attempt_count", b"attempt_count", "cancel_reason", b"cancel_reason", "cause", b"cause", "create_time", b"create_time", "due_lag_duration", b"due_lag_duration", "due_time", b"due_time", "end_time", b"end_time", "idempotency_key", b"idempotency_key", "labels", b"labels", "last_failure", b"last_failure", "lease_time", b"lease_time", "name", b"name", "progress", b"progress", "replayed_from", b"replayed_from", "result", b"result", "schedule", b"schedule", "schedule_time", b"schedule_time", "schedule_version", b"schedule_version", "shard", b"shard", "state", b"state", "template", b"template", "traceparent", b"traceparent", "waiting_reasons", b"waiting_reasons", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Run: _TypeAlias = Run  # noqa: Y015
-
-@_typing.final
-class Progress(_message.Message):
+@typing.final
+class Progress(message.Message):
     """How far an attempt has come, in the worker's own words."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: descriptor.Descriptor
 
-    PERCENT_FIELD_NUMBER: _builtins.int
-    MESSAGE_FIELD_NUMBER: _builtins.int
-    CHECKPOINT_FIELD_NUMBER: _builtins.int
-    UPDATE_TIME_FIELD_NUMBER: _builtins.int
-    percent: _builtins.float
+    PERCENT_FIELD_NUMBER: builtins.int
+    MESSAGE_FIELD_NUMBER: builtins.int
+    CHECKPOINT_FIELD_NUMBER: builtins.int
+    UPDATE_TIME_FIELD_NUMBER: builtins.int
+    percent: builtins.float
     """0 to 100."""
-    message: _builtins.str
+    message: builtins.str
     """At most 1 KiB."""
-    checkpoint: _builtins.bytes
+    checkpoint: builtins.bytes
     """Handed to the next attempt. At most 64 KiB."""
-    @_builtins.property
-    def update_time(self) -> _timestamp_pb2.Timestamp: ...
+    @builtins.property
+    def update_time(self) -> timestamp_pb2.Timestamp: ...
     def __init__(
         self,
         *,
-        percent: _builtins.float = ...,
-        message: _builtins.str = ...,
-        checkpoint: _builtins.bytes = ...,
-        update_time: _timestamp_pb2.Timestamp | None = ...,
+        percent: builtins.float = ...,
+        message: builtins.str = ...,
+        checkpoint: builtins.bytes = ...,
+        update_time: timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["update_time", b"update_time"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "message", b"message", "percent", b"percent", "update_time", b"update_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["update_time", b"update_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["checkpoint", b"checkpoint", "message", b"message", "percent", b"percent", "update_time", b"update_time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Progress: _TypeAlias = Progress  # noqa: Y015
-
-@_typing.final
-class Attempt(_message.Message):
+@typing.final
+class Attempt(message.Message):
     """One leased try at a run."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: descriptor.Descriptor
 
     class _State:
-        ValueType = _typing.NewType("ValueType", _builtins.int)
+        ValueType = typing.NewType("ValueType", builtins.int)
         V: _TypeAlias = ValueType  # noqa: Y015
 
-    class _StateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[Attempt._State.ValueType], _builtins.type):
-        DESCRIPTOR: _descriptor.EnumDescriptor
+    class _StateEnumTypeWrapper(enum_type_wrapper._EnumTypeWrapper[Attempt._State.ValueType], builtins.type):
+        DESCRIPTOR: descriptor.EnumDescriptor
         STATE_UNSPECIFIED: Attempt._State.ValueType  # 0
         STATE_LEASED: Attempt._State.ValueType  # 1
         STATE_SUCCEEDED: Attempt._State.ValueType  # 2
@@ -293,103 +289,99 @@ class Attempt(_message.Message):
     STATE_RELEASED: Attempt.State.ValueType  # 7
     """Handed back un-run; it does not count against `attempt_count_max`."""
 
-    NAME_FIELD_NUMBER: _builtins.int
-    NUMBER_FIELD_NUMBER: _builtins.int
-    FENCE_FIELD_NUMBER: _builtins.int
-    WORKER_FIELD_NUMBER: _builtins.int
-    HOST_FIELD_NUMBER: _builtins.int
-    LEASE_TIME_FIELD_NUMBER: _builtins.int
-    END_TIME_FIELD_NUMBER: _builtins.int
-    STATE_FIELD_NUMBER: _builtins.int
-    FAILURE_FIELD_NUMBER: _builtins.int
-    name: _builtins.str
-    number: _builtins.int
+    NAME_FIELD_NUMBER: builtins.int
+    NUMBER_FIELD_NUMBER: builtins.int
+    FENCE_FIELD_NUMBER: builtins.int
+    WORKER_FIELD_NUMBER: builtins.int
+    HOST_FIELD_NUMBER: builtins.int
+    LEASE_TIME_FIELD_NUMBER: builtins.int
+    END_TIME_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
+    FAILURE_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    number: builtins.int
     """From 1."""
-    fence: _builtins.int
+    fence: builtins.int
     """The fencing number: later attempts of the same run have a higher one."""
-    worker: _builtins.str
-    host: _builtins.str
-    state: Global___Attempt.State.ValueType
-    @_builtins.property
-    def lease_time(self) -> _timestamp_pb2.Timestamp: ...
-    @_builtins.property
-    def end_time(self) -> _timestamp_pb2.Timestamp: ...
-    @_builtins.property
-    def failure(self) -> _job_pb2.Failure: ...
+    worker: builtins.str
+    host: builtins.str
+    state: Attempt.State.ValueType
+    @builtins.property
+    def lease_time(self) -> timestamp_pb2.Timestamp: ...
+    @builtins.property
+    def end_time(self) -> timestamp_pb2.Timestamp: ...
+    @builtins.property
+    def failure(self) -> job_pb2.Failure: ...
     def __init__(
         self,
         *,
-        name: _builtins.str = ...,
-        number: _builtins.int = ...,
-        fence: _builtins.int = ...,
-        worker: _builtins.str = ...,
-        host: _builtins.str = ...,
-        lease_time: _timestamp_pb2.Timestamp | None = ...,
-        end_time: _timestamp_pb2.Timestamp | None = ...,
-        state: Global___Attempt.State.ValueType = ...,
-        failure: _job_pb2.Failure | None = ...,
+        name: builtins.str = ...,
+        number: builtins.int = ...,
+        fence: builtins.int = ...,
+        worker: builtins.str = ...,
+        host: builtins.str = ...,
+        lease_time: timestamp_pb2.Timestamp | None = ...,
+        end_time: timestamp_pb2.Timestamp | None = ...,
+        state: Attempt.State.ValueType = ...,
+        failure: job_pb2.Failure | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["end_time", b"end_time", "failure", b"failure", "lease_time", b"lease_time"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_time", b"end_time", "failure", b"failure", "fence", b"fence", "host", b"host", "lease_time", b"lease_time", "name", b"name", "number", b"number", "state", b"state", "worker", b"worker"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["end_time", b"end_time", "failure", b"failure", "lease_time", b"lease_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["end_time", b"end_time", "failure", b"failure", "fence", b"fence", "host", b"host", "lease_time", b"lease_time", "name", b"name", "number", b"number", "state", b"state", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Attempt: _TypeAlias = Attempt  # noqa: Y015
-
-@_typing.final
-class DeadLetter(_message.Message):
+@typing.final
+class DeadLetter(message.Message):
     """A run that has no attempts left, kept until somebody replays it or its retention ends."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: descriptor.Descriptor
 
-    NAME_FIELD_NUMBER: _builtins.int
-    RUN_FIELD_NUMBER: _builtins.int
-    SCHEDULE_FIELD_NUMBER: _builtins.int
-    QUEUE_FIELD_NUMBER: _builtins.int
-    KIND_FIELD_NUMBER: _builtins.int
-    CREATE_TIME_FIELD_NUMBER: _builtins.int
-    ATTEMPT_COUNT_FIELD_NUMBER: _builtins.int
-    LAST_FAILURE_FIELD_NUMBER: _builtins.int
-    REPLAYED_BY_FIELD_NUMBER: _builtins.int
-    REPLAY_COUNT_FIELD_NUMBER: _builtins.int
-    PAYLOAD_FIELD_NUMBER: _builtins.int
-    name: _builtins.str
+    NAME_FIELD_NUMBER: builtins.int
+    RUN_FIELD_NUMBER: builtins.int
+    SCHEDULE_FIELD_NUMBER: builtins.int
+    QUEUE_FIELD_NUMBER: builtins.int
+    KIND_FIELD_NUMBER: builtins.int
+    CREATE_TIME_FIELD_NUMBER: builtins.int
+    ATTEMPT_COUNT_FIELD_NUMBER: builtins.int
+    LAST_FAILURE_FIELD_NUMBER: builtins.int
+    REPLAYED_BY_FIELD_NUMBER: builtins.int
+    REPLAY_COUNT_FIELD_NUMBER: builtins.int
+    PAYLOAD_FIELD_NUMBER: builtins.int
+    name: builtins.str
     """`tenants/{t}/deadLetters/{r}`, with the run's id."""
-    run: _builtins.str
+    run: builtins.str
     """`tenants/{t}/runs/{r}`."""
-    schedule: _builtins.str
-    queue: _builtins.str
-    kind: _builtins.str
-    attempt_count: _builtins.int
-    replayed_by: _builtins.str
+    schedule: builtins.str
+    queue: builtins.str
+    kind: builtins.str
+    attempt_count: builtins.int
+    replayed_by: builtins.str
     """The newest run that replays it."""
-    replay_count: _builtins.int
-    @_builtins.property
-    def create_time(self) -> _timestamp_pb2.Timestamp: ...
-    @_builtins.property
-    def last_failure(self) -> _job_pb2.Failure: ...
-    @_builtins.property
-    def payload(self) -> _job_pb2.Payload: ...
+    replay_count: builtins.int
+    @builtins.property
+    def create_time(self) -> timestamp_pb2.Timestamp: ...
+    @builtins.property
+    def last_failure(self) -> job_pb2.Failure: ...
+    @builtins.property
+    def payload(self) -> job_pb2.Payload: ...
     def __init__(
         self,
         *,
-        name: _builtins.str = ...,
-        run: _builtins.str = ...,
-        schedule: _builtins.str = ...,
-        queue: _builtins.str = ...,
-        kind: _builtins.str = ...,
-        create_time: _timestamp_pb2.Timestamp | None = ...,
-        attempt_count: _builtins.int = ...,
-        last_failure: _job_pb2.Failure | None = ...,
-        replayed_by: _builtins.str = ...,
-        replay_count: _builtins.int = ...,
-        payload: _job_pb2.Payload | None = ...,
+        name: builtins.str = ...,
+        run: builtins.str = ...,
+        schedule: builtins.str = ...,
+        queue: builtins.str = ...,
+        kind: builtins.str = ...,
+        create_time: timestamp_pb2.Timestamp | None = ...,
+        attempt_count: builtins.int = ...,
+        last_failure: job_pb2.Failure | None = ...,
+        replayed_by: builtins.str = ...,
+        replay_count: builtins.int = ...,
+        payload: job_pb2.Payload | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "last_failure", b"last_failure", "payload", b"payload"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_count", b"attempt_count", "create_time", b"create_time", "kind", b"kind", "last_failure", b"last_failure", "name", b"name", "payload", b"payload", "queue", b"queue", "replay_count", b"replay_count", "replayed_by", b"replayed_by", "run", b"run", "schedule", b"schedule"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["create_time", b"create_time", "last_failure", b"last_failure", "payload", b"payload"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["attempt_count", b"attempt_count", "create_time", b"create_time", "kind", b"kind", "last_failure", b"last_failure", "name", b"name", "payload", b"payload", "queue", b"queue", "replay_count", b"replay_count", "replayed_by", b"replayed_by", "run", b"run", "schedule", b"schedule"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___DeadLetter: _TypeAlias = DeadLetter  # noqa: Y015

@@ -3,341 +3,317 @@
 isort:skip_file
 """
 
-from collections import abc as _abc
-from google.protobuf import descriptor as _descriptor
-from google.protobuf import duration_pb2 as _duration_pb2
-from google.protobuf import message as _message
-from google.protobuf.internal import containers as _containers
-from tickwheel.v1 import job_pb2 as _job_pb2
-from tickwheel.v1 import run_pb2 as _run_pb2
-import builtins as _builtins
+from collections import abc as abc
+from google.protobuf import descriptor as descriptor
+from google.protobuf import duration_pb2 as duration_pb2
+from google.protobuf import message as message
+from google.protobuf.internal import containers as containers
+from tickwheel.v1 import job_pb2 as job_pb2
+from tickwheel.v1 import run_pb2 as run_pb2
+import builtins as builtins
 import sys
-import typing as _typing
+import typing as typing
 
 if sys.version_info >= (3, 11):
     from typing import TypeAlias as _TypeAlias, Never as _Never
 else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
-DESCRIPTOR: _descriptor.FileDescriptor
+DESCRIPTOR: descriptor.FileDescriptor
 
-@_typing.final
-class GetRunRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
+@typing.final
+class GetRunRequest(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
-    NAME_FIELD_NUMBER: _builtins.int
-    VIEW_FIELD_NUMBER: _builtins.int
-    name: _builtins.str
-    view: _job_pb2.ResourceView.ValueType
+    NAME_FIELD_NUMBER: builtins.int
+    VIEW_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    view: job_pb2.ResourceView.ValueType
     def __init__(
         self,
         *,
-        name: _builtins.str = ...,
-        view: _job_pb2.ResourceView.ValueType = ...,
+        name: builtins.str = ...,
+        view: job_pb2.ResourceView.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "view", b"view"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["name", b"name", "view", b"view"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___GetRunRequest: _TypeAlias = GetRunRequest  # noqa: Y015
+@typing.final
+class ListRunsRequest(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
-@_typing.final
-class ListRunsRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    PARENT_FIELD_NUMBER: _builtins.int
-    PAGE_SIZE_FIELD_NUMBER: _builtins.int
-    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
-    FILTER_FIELD_NUMBER: _builtins.int
-    VIEW_FIELD_NUMBER: _builtins.int
-    parent: _builtins.str
+    PARENT_FIELD_NUMBER: builtins.int
+    PAGE_SIZE_FIELD_NUMBER: builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    FILTER_FIELD_NUMBER: builtins.int
+    VIEW_FIELD_NUMBER: builtins.int
+    parent: builtins.str
     """`tenants/{t}`."""
-    page_size: _builtins.int
+    page_size: builtins.int
     """Default 50, at most 1,000."""
-    page_token: _builtins.str
-    filter: _builtins.str
+    page_token: builtins.str
+    filter: builtins.str
     """Terms joined by AND: `schedule = "NAME"`, `state = RUNNING`."""
-    view: _job_pb2.ResourceView.ValueType
+    view: job_pb2.ResourceView.ValueType
     def __init__(
         self,
         *,
-        parent: _builtins.str = ...,
-        page_size: _builtins.int = ...,
-        page_token: _builtins.str = ...,
-        filter: _builtins.str = ...,
-        view: _job_pb2.ResourceView.ValueType = ...,
+        parent: builtins.str = ...,
+        page_size: builtins.int = ...,
+        page_token: builtins.str = ...,
+        filter: builtins.str = ...,
+        view: job_pb2.ResourceView.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter", "page_size", b"page_size", "page_token", b"page_token", "parent", b"parent", "view", b"view"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["filter", b"filter", "page_size", b"page_size", "page_token", b"page_token", "parent", b"parent", "view", b"view"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ListRunsRequest: _TypeAlias = ListRunsRequest  # noqa: Y015
+@typing.final
+class ListRunsResponse(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
-@_typing.final
-class ListRunsResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    RUNS_FIELD_NUMBER: _builtins.int
-    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
-    next_page_token: _builtins.str
-    @_builtins.property
-    def runs(self) -> _containers.RepeatedCompositeFieldContainer[_run_pb2.Run]:
+    RUNS_FIELD_NUMBER: builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    next_page_token: builtins.str
+    @builtins.property
+    def runs(self) -> containers.RepeatedCompositeFieldContainer[run_pb2.Run]:
         """Newest first."""
 
     def __init__(
         self,
         *,
-        runs: _abc.Iterable[_run_pb2.Run] | None = ...,
-        next_page_token: _builtins.str = ...,
+        runs: abc.Iterable[run_pb2.Run] | None = ...,
+        next_page_token: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "runs", b"runs"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["next_page_token", b"next_page_token", "runs", b"runs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ListRunsResponse: _TypeAlias = ListRunsResponse  # noqa: Y015
+@typing.final
+class CreateRunRequest(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
-@_typing.final
-class CreateRunRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    PARENT_FIELD_NUMBER: _builtins.int
-    RUN_FIELD_NUMBER: _builtins.int
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    VALIDATE_ONLY_FIELD_NUMBER: _builtins.int
-    parent: _builtins.str
+    PARENT_FIELD_NUMBER: builtins.int
+    RUN_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    VALIDATE_ONLY_FIELD_NUMBER: builtins.int
+    parent: builtins.str
     """`tenants/{t}`. In a batch it may be empty."""
-    request_id: _builtins.str
-    validate_only: _builtins.bool
-    @_builtins.property
-    def run(self) -> _run_pb2.Run:
+    request_id: builtins.str
+    validate_only: builtins.bool
+    @builtins.property
+    def run(self) -> run_pb2.Run:
         """`due_time`, `template` and `labels` count."""
 
     def __init__(
         self,
         *,
-        parent: _builtins.str = ...,
-        run: _run_pb2.Run | None = ...,
-        request_id: _builtins.str = ...,
-        validate_only: _builtins.bool = ...,
+        parent: builtins.str = ...,
+        run: run_pb2.Run | None = ...,
+        request_id: builtins.str = ...,
+        validate_only: builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["parent", b"parent", "request_id", b"request_id", "run", b"run", "validate_only", b"validate_only"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["run", b"run"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["parent", b"parent", "request_id", b"request_id", "run", b"run", "validate_only", b"validate_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___CreateRunRequest: _TypeAlias = CreateRunRequest  # noqa: Y015
+@typing.final
+class BatchCreateRunsRequest(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
-@_typing.final
-class BatchCreateRunsRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    PARENT_FIELD_NUMBER: _builtins.int
-    REQUESTS_FIELD_NUMBER: _builtins.int
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    VALIDATE_ONLY_FIELD_NUMBER: _builtins.int
-    NAMES_ONLY_FIELD_NUMBER: _builtins.int
-    parent: _builtins.str
+    PARENT_FIELD_NUMBER: builtins.int
+    REQUESTS_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    VALIDATE_ONLY_FIELD_NUMBER: builtins.int
+    NAMES_ONLY_FIELD_NUMBER: builtins.int
+    parent: builtins.str
     """`tenants/{t}`."""
-    request_id: _builtins.str
-    validate_only: _builtins.bool
-    names_only: _builtins.bool
+    request_id: builtins.str
+    validate_only: builtins.bool
+    names_only: builtins.bool
     """Answer with the names alone: for large batches."""
-    @_builtins.property
-    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___CreateRunRequest]: ...
+    @builtins.property
+    def requests(self) -> containers.RepeatedCompositeFieldContainer[CreateRunRequest]: ...
     def __init__(
         self,
         *,
-        parent: _builtins.str = ...,
-        requests: _abc.Iterable[Global___CreateRunRequest] | None = ...,
-        request_id: _builtins.str = ...,
-        validate_only: _builtins.bool = ...,
-        names_only: _builtins.bool = ...,
+        parent: builtins.str = ...,
+        requests: abc.Iterable[CreateRunRequest] | None = ...,
+        request_id: builtins.str = ...,
+        validate_only: builtins.bool = ...,
+        names_only: builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["names_only", b"names_only", "parent", b"parent", "request_id", b"request_id", "requests", b"requests", "validate_only", b"validate_only"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["names_only", b"names_only", "parent", b"parent", "request_id", b"request_id", "requests", b"requests", "validate_only", b"validate_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___BatchCreateRunsRequest: _TypeAlias = BatchCreateRunsRequest  # noqa: Y015
+@typing.final
+class BatchCreateRunsResponse(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
-@_typing.final
-class BatchCreateRunsResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    RUNS_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def runs(self) -> _containers.RepeatedCompositeFieldContainer[_run_pb2.Run]:
+    RUNS_FIELD_NUMBER: builtins.int
+    @builtins.property
+    def runs(self) -> containers.RepeatedCompositeFieldContainer[run_pb2.Run]:
         """In the order of the requests."""
 
     def __init__(
         self,
         *,
-        runs: _abc.Iterable[_run_pb2.Run] | None = ...,
+        runs: abc.Iterable[run_pb2.Run] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["runs", b"runs"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["runs", b"runs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___BatchCreateRunsResponse: _TypeAlias = BatchCreateRunsResponse  # noqa: Y015
+@typing.final
+class CancelRunRequest(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
-@_typing.final
-class CancelRunRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    NAME_FIELD_NUMBER: _builtins.int
-    REASON_FIELD_NUMBER: _builtins.int
-    GRACE_DURATION_FIELD_NUMBER: _builtins.int
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    VALIDATE_ONLY_FIELD_NUMBER: _builtins.int
-    name: _builtins.str
-    reason: _builtins.str
-    request_id: _builtins.str
-    validate_only: _builtins.bool
-    @_builtins.property
-    def grace_duration(self) -> _duration_pb2.Duration:
+    NAME_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    GRACE_DURATION_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    VALIDATE_ONLY_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    reason: builtins.str
+    request_id: builtins.str
+    validate_only: builtins.bool
+    @builtins.property
+    def grace_duration(self) -> duration_pb2.Duration:
         """How long running work may take to stop, before its lease is taken away. Default 30 s."""
 
     def __init__(
         self,
         *,
-        name: _builtins.str = ...,
-        reason: _builtins.str = ...,
-        grace_duration: _duration_pb2.Duration | None = ...,
-        request_id: _builtins.str = ...,
-        validate_only: _builtins.bool = ...,
+        name: builtins.str = ...,
+        reason: builtins.str = ...,
+        grace_duration: duration_pb2.Duration | None = ...,
+        request_id: builtins.str = ...,
+        validate_only: builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["grace_duration", b"grace_duration"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["grace_duration", b"grace_duration", "name", b"name", "reason", b"reason", "request_id", b"request_id", "validate_only", b"validate_only"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["grace_duration", b"grace_duration"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["grace_duration", b"grace_duration", "name", b"name", "reason", b"reason", "request_id", b"request_id", "validate_only", b"validate_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___CancelRunRequest: _TypeAlias = CancelRunRequest  # noqa: Y015
+@typing.final
+class ListAttemptsRequest(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
-@_typing.final
-class ListAttemptsRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    PARENT_FIELD_NUMBER: _builtins.int
-    PAGE_SIZE_FIELD_NUMBER: _builtins.int
-    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
-    parent: _builtins.str
+    PARENT_FIELD_NUMBER: builtins.int
+    PAGE_SIZE_FIELD_NUMBER: builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    parent: builtins.str
     """`tenants/{t}/runs/{r}`."""
-    page_size: _builtins.int
-    page_token: _builtins.str
+    page_size: builtins.int
+    page_token: builtins.str
     def __init__(
         self,
         *,
-        parent: _builtins.str = ...,
-        page_size: _builtins.int = ...,
-        page_token: _builtins.str = ...,
+        parent: builtins.str = ...,
+        page_size: builtins.int = ...,
+        page_token: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token", "parent", b"parent"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["page_size", b"page_size", "page_token", b"page_token", "parent", b"parent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ListAttemptsRequest: _TypeAlias = ListAttemptsRequest  # noqa: Y015
+@typing.final
+class ListAttemptsResponse(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
-@_typing.final
-class ListAttemptsResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    ATTEMPTS_FIELD_NUMBER: _builtins.int
-    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
-    next_page_token: _builtins.str
-    @_builtins.property
-    def attempts(self) -> _containers.RepeatedCompositeFieldContainer[_run_pb2.Attempt]: ...
+    ATTEMPTS_FIELD_NUMBER: builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    next_page_token: builtins.str
+    @builtins.property
+    def attempts(self) -> containers.RepeatedCompositeFieldContainer[run_pb2.Attempt]: ...
     def __init__(
         self,
         *,
-        attempts: _abc.Iterable[_run_pb2.Attempt] | None = ...,
-        next_page_token: _builtins.str = ...,
+        attempts: abc.Iterable[run_pb2.Attempt] | None = ...,
+        next_page_token: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "next_page_token", b"next_page_token"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["attempts", b"attempts", "next_page_token", b"next_page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ListAttemptsResponse: _TypeAlias = ListAttemptsResponse  # noqa: Y015
+@typing.final
+class WaitRunRequest(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
-@_typing.final
-class WaitRunRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    NAME_FIELD_NUMBER: _builtins.int
-    WAIT_DURATION_MAX_FIELD_NUMBER: _builtins.int
-    name: _builtins.str
-    @_builtins.property
-    def wait_duration_max(self) -> _duration_pb2.Duration:
+    NAME_FIELD_NUMBER: builtins.int
+    WAIT_DURATION_MAX_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    @builtins.property
+    def wait_duration_max(self) -> duration_pb2.Duration:
         """Default 30 s, at most 5 min."""
 
     def __init__(
         self,
         *,
-        name: _builtins.str = ...,
-        wait_duration_max: _duration_pb2.Duration | None = ...,
+        name: builtins.str = ...,
+        wait_duration_max: duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["wait_duration_max", b"wait_duration_max"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "wait_duration_max", b"wait_duration_max"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["wait_duration_max", b"wait_duration_max"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["name", b"name", "wait_duration_max", b"wait_duration_max"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___WaitRunRequest: _TypeAlias = WaitRunRequest  # noqa: Y015
+@typing.final
+class WatchRunsRequest(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
-@_typing.final
-class WatchRunsRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    PARENT_FIELD_NUMBER: _builtins.int
-    FILTER_FIELD_NUMBER: _builtins.int
-    parent: _builtins.str
+    PARENT_FIELD_NUMBER: builtins.int
+    FILTER_FIELD_NUMBER: builtins.int
+    parent: builtins.str
     """`tenants/{t}`."""
-    filter: _builtins.str
+    filter: builtins.str
     """As in ListRuns."""
     def __init__(
         self,
         *,
-        parent: _builtins.str = ...,
-        filter: _builtins.str = ...,
+        parent: builtins.str = ...,
+        filter: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter", "parent", b"parent"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["filter", b"filter", "parent", b"parent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___WatchRunsRequest: _TypeAlias = WatchRunsRequest  # noqa: Y015
+@typing.final
+class WatchRunsResponse(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
-@_typing.final
-class WatchRunsResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    RUNS_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def runs(self) -> _containers.RepeatedCompositeFieldContainer[_run_pb2.Run]: ...
+    RUNS_FIELD_NUMBER: builtins.int
+    @builtins.property
+    def runs(self) -> containers.RepeatedCompositeFieldContainer[run_pb2.Run]: ...
     def __init__(
         self,
         *,
-        runs: _abc.Iterable[_run_pb2.Run] | None = ...,
+        runs: abc.Iterable[run_pb2.Run] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["runs", b"runs"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["runs", b"runs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___WatchRunsResponse: _TypeAlias = WatchRunsResponse  # noqa: Y015

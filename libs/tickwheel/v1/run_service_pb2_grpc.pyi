@@ -3,25 +3,25 @@
 isort:skip_file
 """
 
-from collections import abc as _abc
-from grpc import aio as _aio
-from tickwheel.v1 import run_pb2 as _run_pb2
-from tickwheel.v1 import run_service_pb2 as _run_service_pb2
-import abc as _abc_1
-import grpc as _grpc
+from collections import abc as abc
+from grpc import aio as aio
+from tickwheel.v1 import run_pb2 as run_pb2
+from tickwheel.v1 import run_service_pb2 as run_service_pb2
+import abc as abc_1
+import grpc as grpc
 import sys
-import typing as _typing
+import typing as typing
 
 if sys.version_info >= (3, 11):
     from typing import Self as _Self
 else:
     from typing_extensions import Self as _Self
 
-_T = _typing.TypeVar("_T")
+_T = typing.TypeVar("_T")
 
-class _MaybeAsyncIterator(_abc.AsyncIterator[_T], _abc.Iterator[_T], metaclass=_abc_1.ABCMeta): ...
+class _MaybeAsyncIterator(abc.AsyncIterator[_T], abc.Iterator[_T], metaclass=abc_1.ABCMeta): ...
 
-class _ServicerContext(_grpc.ServicerContext, _aio.ServicerContext):  # type: ignore[misc, type-arg]
+class _ServicerContext(grpc.ServicerContext, aio.ServicerContext):  # type: ignore[misc, type-arg]
     ...
 
 GRPC_GENERATED_VERSION: str
@@ -30,105 +30,105 @@ GRPC_VERSION: str
 class RunServiceStub:
     """Runs: made directly here, or born from a schedule."""
 
-    @_typing.overload
-    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
-    @_typing.overload
-    def __new__(cls, channel: _aio.Channel) -> RunServiceAsyncStub: ...
-    GetRun: _grpc.UnaryUnaryMultiCallable[_run_service_pb2.GetRunRequest, _run_pb2.Run]
-    ListRuns: _grpc.UnaryUnaryMultiCallable[_run_service_pb2.ListRunsRequest, _run_service_pb2.ListRunsResponse]
-    CreateRun: _grpc.UnaryUnaryMultiCallable[_run_service_pb2.CreateRunRequest, _run_pb2.Run]
+    @typing.overload
+    def __new__(cls, channel: grpc.Channel) -> _Self: ...
+    @typing.overload
+    def __new__(cls, channel: aio.Channel) -> RunServiceAsyncStub: ...
+    GetRun: grpc.UnaryUnaryMultiCallable[run_service_pb2.GetRunRequest, run_pb2.Run]
+    ListRuns: grpc.UnaryUnaryMultiCallable[run_service_pb2.ListRunsRequest, run_service_pb2.ListRunsResponse]
+    CreateRun: grpc.UnaryUnaryMultiCallable[run_service_pb2.CreateRunRequest, run_pb2.Run]
     """Do this, now or at `run.due_time`."""
-    BatchCreateRuns: _grpc.UnaryUnaryMultiCallable[_run_service_pb2.BatchCreateRunsRequest, _run_service_pb2.BatchCreateRunsResponse]
+    BatchCreateRuns: grpc.UnaryUnaryMultiCallable[run_service_pb2.BatchCreateRunsRequest, run_service_pb2.BatchCreateRunsResponse]
     """All or none. At most 10,000."""
-    CancelRun: _grpc.UnaryUnaryMultiCallable[_run_service_pb2.CancelRunRequest, _run_pb2.Run]
+    CancelRun: grpc.UnaryUnaryMultiCallable[run_service_pb2.CancelRunRequest, run_pb2.Run]
     """Idempotent. Waiting work ends at once; running work is told, and ends CANCELLED."""
-    ListAttempts: _grpc.UnaryUnaryMultiCallable[_run_service_pb2.ListAttemptsRequest, _run_service_pb2.ListAttemptsResponse]
-    WaitRun: _grpc.UnaryUnaryMultiCallable[_run_service_pb2.WaitRunRequest, _run_pb2.Run]
+    ListAttempts: grpc.UnaryUnaryMultiCallable[run_service_pb2.ListAttemptsRequest, run_service_pb2.ListAttemptsResponse]
+    WaitRun: grpc.UnaryUnaryMultiCallable[run_service_pb2.WaitRunRequest, run_pb2.Run]
     """Answers when the run is terminal, or after `wait_duration_max` with the run as it is."""
-    WatchRuns: _grpc.UnaryStreamMultiCallable[_run_service_pb2.WatchRunsRequest, _run_service_pb2.WatchRunsResponse]
+    WatchRuns: grpc.UnaryStreamMultiCallable[run_service_pb2.WatchRunsRequest, run_service_pb2.WatchRunsResponse]
     """Each change of the runs that match, until the caller ends it."""
 
-@_typing.type_check_only
+@typing.type_check_only
 class RunServiceAsyncStub(RunServiceStub):
     """Runs: made directly here, or born from a schedule."""
 
-    def __init__(self, channel: _aio.Channel) -> None: ...
-    GetRun: _aio.UnaryUnaryMultiCallable[_run_service_pb2.GetRunRequest, _run_pb2.Run]  # type: ignore[assignment]
-    ListRuns: _aio.UnaryUnaryMultiCallable[_run_service_pb2.ListRunsRequest, _run_service_pb2.ListRunsResponse]  # type: ignore[assignment]
-    CreateRun: _aio.UnaryUnaryMultiCallable[_run_service_pb2.CreateRunRequest, _run_pb2.Run]  # type: ignore[assignment]
+    def __init__(self, channel: aio.Channel) -> None: ...
+    GetRun: aio.UnaryUnaryMultiCallable[run_service_pb2.GetRunRequest, run_pb2.Run]  # type: ignore[assignment]
+    ListRuns: aio.UnaryUnaryMultiCallable[run_service_pb2.ListRunsRequest, run_service_pb2.ListRunsResponse]  # type: ignore[assignment]
+    CreateRun: aio.UnaryUnaryMultiCallable[run_service_pb2.CreateRunRequest, run_pb2.Run]  # type: ignore[assignment]
     """Do this, now or at `run.due_time`."""
-    BatchCreateRuns: _aio.UnaryUnaryMultiCallable[_run_service_pb2.BatchCreateRunsRequest, _run_service_pb2.BatchCreateRunsResponse]  # type: ignore[assignment]
+    BatchCreateRuns: aio.UnaryUnaryMultiCallable[run_service_pb2.BatchCreateRunsRequest, run_service_pb2.BatchCreateRunsResponse]  # type: ignore[assignment]
     """All or none. At most 10,000."""
-    CancelRun: _aio.UnaryUnaryMultiCallable[_run_service_pb2.CancelRunRequest, _run_pb2.Run]  # type: ignore[assignment]
+    CancelRun: aio.UnaryUnaryMultiCallable[run_service_pb2.CancelRunRequest, run_pb2.Run]  # type: ignore[assignment]
     """Idempotent. Waiting work ends at once; running work is told, and ends CANCELLED."""
-    ListAttempts: _aio.UnaryUnaryMultiCallable[_run_service_pb2.ListAttemptsRequest, _run_service_pb2.ListAttemptsResponse]  # type: ignore[assignment]
-    WaitRun: _aio.UnaryUnaryMultiCallable[_run_service_pb2.WaitRunRequest, _run_pb2.Run]  # type: ignore[assignment]
+    ListAttempts: aio.UnaryUnaryMultiCallable[run_service_pb2.ListAttemptsRequest, run_service_pb2.ListAttemptsResponse]  # type: ignore[assignment]
+    WaitRun: aio.UnaryUnaryMultiCallable[run_service_pb2.WaitRunRequest, run_pb2.Run]  # type: ignore[assignment]
     """Answers when the run is terminal, or after `wait_duration_max` with the run as it is."""
-    WatchRuns: _aio.UnaryStreamMultiCallable[_run_service_pb2.WatchRunsRequest, _run_service_pb2.WatchRunsResponse]  # type: ignore[assignment]
+    WatchRuns: aio.UnaryStreamMultiCallable[run_service_pb2.WatchRunsRequest, run_service_pb2.WatchRunsResponse]  # type: ignore[assignment]
     """Each change of the runs that match, until the caller ends it."""
 
-class RunServiceServicer(metaclass=_abc_1.ABCMeta):
+class RunServiceServicer(metaclass=abc_1.ABCMeta):
     """Runs: made directly here, or born from a schedule."""
 
-    @_abc_1.abstractmethod
+    @abc_1.abstractmethod
     def GetRun(
         self,
-        request: _run_service_pb2.GetRunRequest,
+        request: run_service_pb2.GetRunRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_run_pb2.Run, _abc.Awaitable[_run_pb2.Run]]: ...
+    ) -> typing.Union[run_pb2.Run, abc.Awaitable[run_pb2.Run]]: ...
 
-    @_abc_1.abstractmethod
+    @abc_1.abstractmethod
     def ListRuns(
         self,
-        request: _run_service_pb2.ListRunsRequest,
+        request: run_service_pb2.ListRunsRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_run_service_pb2.ListRunsResponse, _abc.Awaitable[_run_service_pb2.ListRunsResponse]]: ...
+    ) -> typing.Union[run_service_pb2.ListRunsResponse, abc.Awaitable[run_service_pb2.ListRunsResponse]]: ...
 
-    @_abc_1.abstractmethod
+    @abc_1.abstractmethod
     def CreateRun(
         self,
-        request: _run_service_pb2.CreateRunRequest,
+        request: run_service_pb2.CreateRunRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_run_pb2.Run, _abc.Awaitable[_run_pb2.Run]]:
+    ) -> typing.Union[run_pb2.Run, abc.Awaitable[run_pb2.Run]]:
         """Do this, now or at `run.due_time`."""
 
-    @_abc_1.abstractmethod
+    @abc_1.abstractmethod
     def BatchCreateRuns(
         self,
-        request: _run_service_pb2.BatchCreateRunsRequest,
+        request: run_service_pb2.BatchCreateRunsRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_run_service_pb2.BatchCreateRunsResponse, _abc.Awaitable[_run_service_pb2.BatchCreateRunsResponse]]:
+    ) -> typing.Union[run_service_pb2.BatchCreateRunsResponse, abc.Awaitable[run_service_pb2.BatchCreateRunsResponse]]:
         """All or none. At most 10,000."""
 
-    @_abc_1.abstractmethod
+    @abc_1.abstractmethod
     def CancelRun(
         self,
-        request: _run_service_pb2.CancelRunRequest,
+        request: run_service_pb2.CancelRunRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_run_pb2.Run, _abc.Awaitable[_run_pb2.Run]]:
+    ) -> typing.Union[run_pb2.Run, abc.Awaitable[run_pb2.Run]]:
         """Idempotent. Waiting work ends at once; running work is told, and ends CANCELLED."""
 
-    @_abc_1.abstractmethod
+    @abc_1.abstractmethod
     def ListAttempts(
         self,
-        request: _run_service_pb2.ListAttemptsRequest,
+        request: run_service_pb2.ListAttemptsRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_run_service_pb2.ListAttemptsResponse, _abc.Awaitable[_run_service_pb2.ListAttemptsResponse]]: ...
+    ) -> typing.Union[run_service_pb2.ListAttemptsResponse, abc.Awaitable[run_service_pb2.ListAttemptsResponse]]: ...
 
-    @_abc_1.abstractmethod
+    @abc_1.abstractmethod
     def WaitRun(
         self,
-        request: _run_service_pb2.WaitRunRequest,
+        request: run_service_pb2.WaitRunRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_run_pb2.Run, _abc.Awaitable[_run_pb2.Run]]:
+    ) -> typing.Union[run_pb2.Run, abc.Awaitable[run_pb2.Run]]:
         """Answers when the run is terminal, or after `wait_duration_max` with the run as it is."""
 
-    @_abc_1.abstractmethod
+    @abc_1.abstractmethod
     def WatchRuns(
         self,
-        request: _run_service_pb2.WatchRunsRequest,
+        request: run_service_pb2.WatchRunsRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_run_service_pb2.WatchRunsResponse], _abc.AsyncIterator[_run_service_pb2.WatchRunsResponse]]:
+    ) -> typing.Union[abc.Iterator[run_service_pb2.WatchRunsResponse], abc.AsyncIterator[run_service_pb2.WatchRunsResponse]]:
         """Each change of the runs that match, until the caller ends it."""
 
-def add_RunServiceServicer_to_server(servicer: RunServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+def add_RunServiceServicer_to_server(servicer: RunServiceServicer, server: typing.Union[grpc.Server, aio.Server]) -> None: ...

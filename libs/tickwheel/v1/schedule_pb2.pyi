@@ -3,31 +3,31 @@
 isort:skip_file
 """
 
-from collections import abc as _abc
-from google.protobuf import descriptor as _descriptor
-from google.protobuf import duration_pb2 as _duration_pb2
-from google.protobuf import message as _message
-from google.protobuf import timestamp_pb2 as _timestamp_pb2
-from google.protobuf.internal import containers as _containers
-from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
-from tickwheel.v1 import job_pb2 as _job_pb2
-import builtins as _builtins
+from collections import abc as abc
+from google.protobuf import descriptor as descriptor
+from google.protobuf import duration_pb2 as duration_pb2
+from google.protobuf import message as message
+from google.protobuf import timestamp_pb2 as timestamp_pb2
+from google.protobuf.internal import containers as containers
+from google.protobuf.internal import enum_type_wrapper as enum_type_wrapper
+from tickwheel.v1 import job_pb2 as job_pb2
+import builtins as builtins
 import sys
-import typing as _typing
+import typing as typing
 
 if sys.version_info >= (3, 11):
     from typing import TypeAlias as _TypeAlias, Never as _Never
 else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
-DESCRIPTOR: _descriptor.FileDescriptor
+DESCRIPTOR: descriptor.FileDescriptor
 
 class _CronDialect:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
+    ValueType = typing.NewType("ValueType", builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
 
-class _CronDialectEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CronDialect.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
+class _CronDialectEnumTypeWrapper(enum_type_wrapper._EnumTypeWrapper[_CronDialect.ValueType], builtins.type):
+    DESCRIPTOR: descriptor.EnumDescriptor
     CRON_DIALECT_UNSPECIFIED: _CronDialect.ValueType  # 0
     """The default: UNIX."""
     CRON_DIALECT_UNIX: _CronDialect.ValueType  # 1
@@ -48,14 +48,13 @@ CRON_DIALECT_UNIX_SECONDS: CronDialect.ValueType  # 2
 """Six fields, seconds first."""
 CRON_DIALECT_QUARTZ: CronDialect.ValueType  # 3
 """Six or seven fields, seconds first, `?`, day of week 1 (Sunday) to 7."""
-Global___CronDialect: _TypeAlias = CronDialect  # noqa: Y015
 
 class _DstGapPolicy:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
+    ValueType = typing.NewType("ValueType", builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
 
-class _DstGapPolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DstGapPolicy.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
+class _DstGapPolicyEnumTypeWrapper(enum_type_wrapper._EnumTypeWrapper[_DstGapPolicy.ValueType], builtins.type):
+    DESCRIPTOR: descriptor.EnumDescriptor
     DST_GAP_POLICY_UNSPECIFIED: _DstGapPolicy.ValueType  # 0
     """The default: RUN_AT_GAP_END."""
     DST_GAP_POLICY_RUN_AT_GAP_END: _DstGapPolicy.ValueType  # 1
@@ -76,14 +75,13 @@ DST_GAP_POLICY_SKIP: DstGapPolicy.ValueType  # 2
 """Not on that day."""
 DST_GAP_POLICY_RUN_SHIFTED: DstGapPolicy.ValueType  # 3
 """Later by the length of the gap."""
-Global___DstGapPolicy: _TypeAlias = DstGapPolicy  # noqa: Y015
 
 class _DstOverlapPolicy:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
+    ValueType = typing.NewType("ValueType", builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
 
-class _DstOverlapPolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DstOverlapPolicy.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
+class _DstOverlapPolicyEnumTypeWrapper(enum_type_wrapper._EnumTypeWrapper[_DstOverlapPolicy.ValueType], builtins.type):
+    DESCRIPTOR: descriptor.EnumDescriptor
     DST_OVERLAP_POLICY_UNSPECIFIED: _DstOverlapPolicy.ValueType  # 0
     """The default: FIRST."""
     DST_OVERLAP_POLICY_FIRST: _DstOverlapPolicy.ValueType  # 1
@@ -98,181 +96,168 @@ DST_OVERLAP_POLICY_UNSPECIFIED: DstOverlapPolicy.ValueType  # 0
 DST_OVERLAP_POLICY_FIRST: DstOverlapPolicy.ValueType  # 1
 DST_OVERLAP_POLICY_SECOND: DstOverlapPolicy.ValueType  # 2
 DST_OVERLAP_POLICY_BOTH: DstOverlapPolicy.ValueType  # 3
-Global___DstOverlapPolicy: _TypeAlias = DstOverlapPolicy  # noqa: Y015
 
-@_typing.final
-class CronTrigger(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
+@typing.final
+class CronTrigger(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
-    EXPRESSION_FIELD_NUMBER: _builtins.int
-    DIALECT_FIELD_NUMBER: _builtins.int
-    expression: _builtins.str
+    EXPRESSION_FIELD_NUMBER: builtins.int
+    DIALECT_FIELD_NUMBER: builtins.int
+    expression: builtins.str
     """For example "0 9 * * MON-FRI", or "@hourly". `H` is a value spread by the schedule's name."""
-    dialect: Global___CronDialect.ValueType
+    dialect: CronDialect.ValueType
     def __init__(
         self,
         *,
-        expression: _builtins.str = ...,
-        dialect: Global___CronDialect.ValueType = ...,
+        expression: builtins.str = ...,
+        dialect: CronDialect.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dialect", b"dialect", "expression", b"expression"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["dialect", b"dialect", "expression", b"expression"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___CronTrigger: _TypeAlias = CronTrigger  # noqa: Y015
+@typing.final
+class IntervalTrigger(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
-@_typing.final
-class IntervalTrigger(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    DURATION_FIELD_NUMBER: _builtins.int
-    ANCHOR_TIME_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def duration(self) -> _duration_pb2.Duration:
+    DURATION_FIELD_NUMBER: builtins.int
+    ANCHOR_TIME_FIELD_NUMBER: builtins.int
+    @builtins.property
+    def duration(self) -> duration_pb2.Duration:
         """Between two occurrences; at least 1 s unless the tenant's policy allows less, and never less than 10 ms."""
 
-    @_builtins.property
-    def anchor_time(self) -> _timestamp_pb2.Timestamp:
+    @builtins.property
+    def anchor_time(self) -> timestamp_pb2.Timestamp:
         """Occurrences are at anchor + n × duration. Default: the schedule's `start_time`, else its creation."""
 
     def __init__(
         self,
         *,
-        duration: _duration_pb2.Duration | None = ...,
-        anchor_time: _timestamp_pb2.Timestamp | None = ...,
+        duration: duration_pb2.Duration | None = ...,
+        anchor_time: timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["anchor_time", b"anchor_time", "duration", b"duration"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["anchor_time", b"anchor_time", "duration", b"duration"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["anchor_time", b"anchor_time", "duration", b"duration"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["anchor_time", b"anchor_time", "duration", b"duration"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___IntervalTrigger: _TypeAlias = IntervalTrigger  # noqa: Y015
+@typing.final
+class InstantsTrigger(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
-@_typing.final
-class InstantsTrigger(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    TIMES_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def times(self) -> _containers.RepeatedCompositeFieldContainer[_timestamp_pb2.Timestamp]:
+    TIMES_FIELD_NUMBER: builtins.int
+    @builtins.property
+    def times(self) -> containers.RepeatedCompositeFieldContainer[timestamp_pb2.Timestamp]:
         """At most 1,000."""
 
     def __init__(
         self,
         *,
-        times: _abc.Iterable[_timestamp_pb2.Timestamp] | None = ...,
+        times: abc.Iterable[timestamp_pb2.Timestamp] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["times", b"times"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["times", b"times"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___InstantsTrigger: _TypeAlias = InstantsTrigger  # noqa: Y015
+@typing.final
+class RruleTrigger(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
-@_typing.final
-class RruleTrigger(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    RULE_FIELD_NUMBER: _builtins.int
-    rule: _builtins.str
+    RULE_FIELD_NUMBER: builtins.int
+    rule: builtins.str
     """RFC 5545: DTSTART, RRULE, EXDATE and RDATE lines."""
     def __init__(
         self,
         *,
-        rule: _builtins.str = ...,
+        rule: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["rule", b"rule"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["rule", b"rule"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___RruleTrigger: _TypeAlias = RruleTrigger  # noqa: Y015
-
-@_typing.final
-class Trigger(_message.Message):
+@typing.final
+class Trigger(message.Message):
     """What makes a schedule due."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: descriptor.Descriptor
 
-    CRON_FIELD_NUMBER: _builtins.int
-    INTERVAL_FIELD_NUMBER: _builtins.int
-    INSTANTS_FIELD_NUMBER: _builtins.int
-    RRULE_FIELD_NUMBER: _builtins.int
-    TIME_ZONE_FIELD_NUMBER: _builtins.int
-    DST_GAP_POLICY_FIELD_NUMBER: _builtins.int
-    DST_OVERLAP_POLICY_FIELD_NUMBER: _builtins.int
-    time_zone: _builtins.str
+    CRON_FIELD_NUMBER: builtins.int
+    INTERVAL_FIELD_NUMBER: builtins.int
+    INSTANTS_FIELD_NUMBER: builtins.int
+    RRULE_FIELD_NUMBER: builtins.int
+    TIME_ZONE_FIELD_NUMBER: builtins.int
+    DST_GAP_POLICY_FIELD_NUMBER: builtins.int
+    DST_OVERLAP_POLICY_FIELD_NUMBER: builtins.int
+    time_zone: builtins.str
     """An IANA name. Default "UTC"."""
-    dst_gap_policy: Global___DstGapPolicy.ValueType
-    dst_overlap_policy: Global___DstOverlapPolicy.ValueType
-    @_builtins.property
-    def cron(self) -> Global___CronTrigger: ...
-    @_builtins.property
-    def interval(self) -> Global___IntervalTrigger: ...
-    @_builtins.property
-    def instants(self) -> Global___InstantsTrigger: ...
-    @_builtins.property
-    def rrule(self) -> Global___RruleTrigger: ...
+    dst_gap_policy: DstGapPolicy.ValueType
+    dst_overlap_policy: DstOverlapPolicy.ValueType
+    @builtins.property
+    def cron(self) -> CronTrigger: ...
+    @builtins.property
+    def interval(self) -> IntervalTrigger: ...
+    @builtins.property
+    def instants(self) -> InstantsTrigger: ...
+    @builtins.property
+    def rrule(self) -> RruleTrigger: ...
     def __init__(
         self,
         *,
-        cron: Global___CronTrigger | None = ...,
-        interval: Global___IntervalTrigger | None = ...,
-        instants: Global___InstantsTrigger | None = ...,
-        rrule: Global___RruleTrigger | None = ...,
-        time_zone: _builtins.str = ...,
-        dst_gap_policy: Global___DstGapPolicy.ValueType = ...,
-        dst_overlap_policy: Global___DstOverlapPolicy.ValueType = ...,
+        cron: CronTrigger | None = ...,
+        interval: IntervalTrigger | None = ...,
+        instants: InstantsTrigger | None = ...,
+        rrule: RruleTrigger | None = ...,
+        time_zone: builtins.str = ...,
+        dst_gap_policy: DstGapPolicy.ValueType = ...,
+        dst_overlap_policy: DstOverlapPolicy.ValueType = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cron", b"cron", "instants", b"instants", "interval", b"interval", "kind", b"kind", "rrule", b"rrule"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cron", b"cron", "dst_gap_policy", b"dst_gap_policy", "dst_overlap_policy", b"dst_overlap_policy", "instants", b"instants", "interval", b"interval", "kind", b"kind", "rrule", b"rrule", "time_zone", b"time_zone"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["cron", b"cron", "instants", b"instants", "interval", b"interval", "kind", b"kind", "rrule", b"rrule"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["cron", b"cron", "dst_gap_policy", b"dst_gap_policy", "dst_overlap_policy", b"dst_overlap_policy", "instants", b"instants", "interval", b"interval", "kind", b"kind", "rrule", b"rrule", "time_zone", b"time_zone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["cron", "interval", "instants", "rrule"]  # noqa: Y015
-    _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = typing.Literal["cron", "interval", "instants", "rrule"]  # noqa: Y015
+    _WhichOneofArgType_kind: _TypeAlias = typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
-Global___Trigger: _TypeAlias = Trigger  # noqa: Y015
-
-@_typing.final
-class Exclusion(_message.Message):
+@typing.final
+class Exclusion(message.Message):
     """Local dates on which a schedule has no occurrences."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: descriptor.Descriptor
 
-    DATES_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def dates(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+    DATES_FIELD_NUMBER: builtins.int
+    @builtins.property
+    def dates(self) -> containers.RepeatedScalarFieldContainer[builtins.str]:
         """ISO 8601 dates in the trigger's zone, such as "2027-12-25". At most 1,000."""
 
     def __init__(
         self,
         *,
-        dates: _abc.Iterable[_builtins.str] | None = ...,
+        dates: abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dates", b"dates"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["dates", b"dates"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Exclusion: _TypeAlias = Exclusion  # noqa: Y015
-
-@_typing.final
-class MisfirePolicy(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
+@typing.final
+class MisfirePolicy(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
     class _Policy:
-        ValueType = _typing.NewType("ValueType", _builtins.int)
+        ValueType = typing.NewType("ValueType", builtins.int)
         V: _TypeAlias = ValueType  # noqa: Y015
 
-    class _PolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[MisfirePolicy._Policy.ValueType], _builtins.type):
-        DESCRIPTOR: _descriptor.EnumDescriptor
+    class _PolicyEnumTypeWrapper(enum_type_wrapper._EnumTypeWrapper[MisfirePolicy._Policy.ValueType], builtins.type):
+        DESCRIPTOR: descriptor.EnumDescriptor
         POLICY_UNSPECIFIED: MisfirePolicy._Policy.ValueType  # 0
         """The default: FIRE_ONCE."""
         POLICY_FIRE_ONCE: MisfirePolicy._Policy.ValueType  # 1
@@ -292,47 +277,45 @@ class MisfirePolicy(_message.Message):
     POLICY_SKIP: MisfirePolicy.Policy.ValueType  # 3
     """None."""
 
-    POLICY_FIELD_NUMBER: _builtins.int
-    THRESHOLD_DURATION_FIELD_NUMBER: _builtins.int
-    CATCHUP_DURATION_FIELD_NUMBER: _builtins.int
-    CATCHUP_COUNT_MAX_FIELD_NUMBER: _builtins.int
-    policy: Global___MisfirePolicy.Policy.ValueType
-    catchup_count_max: _builtins.int
+    POLICY_FIELD_NUMBER: builtins.int
+    THRESHOLD_DURATION_FIELD_NUMBER: builtins.int
+    CATCHUP_DURATION_FIELD_NUMBER: builtins.int
+    CATCHUP_COUNT_MAX_FIELD_NUMBER: builtins.int
+    policy: MisfirePolicy.Policy.ValueType
+    catchup_count_max: builtins.int
     """Default 1,000, at most 10,000."""
-    @_builtins.property
-    def threshold_duration(self) -> _duration_pb2.Duration:
+    @builtins.property
+    def threshold_duration(self) -> duration_pb2.Duration:
         """An occurrence found later than this is a misfire. Default 60 s."""
 
-    @_builtins.property
-    def catchup_duration(self) -> _duration_pb2.Duration:
+    @builtins.property
+    def catchup_duration(self) -> duration_pb2.Duration:
         """Default 24 h."""
 
     def __init__(
         self,
         *,
-        policy: Global___MisfirePolicy.Policy.ValueType = ...,
-        threshold_duration: _duration_pb2.Duration | None = ...,
-        catchup_duration: _duration_pb2.Duration | None = ...,
-        catchup_count_max: _builtins.int = ...,
+        policy: MisfirePolicy.Policy.ValueType = ...,
+        threshold_duration: duration_pb2.Duration | None = ...,
+        catchup_duration: duration_pb2.Duration | None = ...,
+        catchup_count_max: builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["catchup_duration", b"catchup_duration", "threshold_duration", b"threshold_duration"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["catchup_count_max", b"catchup_count_max", "catchup_duration", b"catchup_duration", "policy", b"policy", "threshold_duration", b"threshold_duration"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["catchup_duration", b"catchup_duration", "threshold_duration", b"threshold_duration"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["catchup_count_max", b"catchup_count_max", "catchup_duration", b"catchup_duration", "policy", b"policy", "threshold_duration", b"threshold_duration"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___MisfirePolicy: _TypeAlias = MisfirePolicy  # noqa: Y015
-
-@_typing.final
-class OverlapPolicy(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
+@typing.final
+class OverlapPolicy(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
     class _Policy:
-        ValueType = _typing.NewType("ValueType", _builtins.int)
+        ValueType = typing.NewType("ValueType", builtins.int)
         V: _TypeAlias = ValueType  # noqa: Y015
 
-    class _PolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[OverlapPolicy._Policy.ValueType], _builtins.type):
-        DESCRIPTOR: _descriptor.EnumDescriptor
+    class _PolicyEnumTypeWrapper(enum_type_wrapper._EnumTypeWrapper[OverlapPolicy._Policy.ValueType], builtins.type):
+        DESCRIPTOR: descriptor.EnumDescriptor
         POLICY_UNSPECIFIED: OverlapPolicy._Policy.ValueType  # 0
         """The default: SKIP."""
         POLICY_SKIP: OverlapPolicy._Policy.ValueType  # 1
@@ -360,138 +343,132 @@ class OverlapPolicy(_message.Message):
     POLICY_ALLOW_ALL: OverlapPolicy.Policy.ValueType  # 5
     """Runs may overlap."""
 
-    POLICY_FIELD_NUMBER: _builtins.int
-    BUFFER_COUNT_MAX_FIELD_NUMBER: _builtins.int
-    policy: Global___OverlapPolicy.Policy.ValueType
-    buffer_count_max: _builtins.int
+    POLICY_FIELD_NUMBER: builtins.int
+    BUFFER_COUNT_MAX_FIELD_NUMBER: builtins.int
+    policy: OverlapPolicy.Policy.ValueType
+    buffer_count_max: builtins.int
     """For BUFFER_ALL. Default 100, at most 10,000."""
     def __init__(
         self,
         *,
-        policy: Global___OverlapPolicy.Policy.ValueType = ...,
-        buffer_count_max: _builtins.int = ...,
+        policy: OverlapPolicy.Policy.ValueType = ...,
+        buffer_count_max: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["buffer_count_max", b"buffer_count_max", "policy", b"policy"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["buffer_count_max", b"buffer_count_max", "policy", b"policy"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___OverlapPolicy: _TypeAlias = OverlapPolicy  # noqa: Y015
-
-@_typing.final
-class ScheduleSpec(_message.Message):
+@typing.final
+class ScheduleSpec(message.Message):
     """The desired state of a schedule."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: descriptor.Descriptor
 
-    TRIGGERS_FIELD_NUMBER: _builtins.int
-    EXCLUSIONS_FIELD_NUMBER: _builtins.int
-    START_TIME_FIELD_NUMBER: _builtins.int
-    END_TIME_FIELD_NUMBER: _builtins.int
-    RUN_COUNT_MAX_FIELD_NUMBER: _builtins.int
-    JITTER_DURATION_FIELD_NUMBER: _builtins.int
-    MISFIRE_FIELD_NUMBER: _builtins.int
-    OVERLAP_FIELD_NUMBER: _builtins.int
-    TEMPLATE_FIELD_NUMBER: _builtins.int
-    DISPLAY_NAME_FIELD_NUMBER: _builtins.int
-    run_count_max: _builtins.int
+    TRIGGERS_FIELD_NUMBER: builtins.int
+    EXCLUSIONS_FIELD_NUMBER: builtins.int
+    START_TIME_FIELD_NUMBER: builtins.int
+    END_TIME_FIELD_NUMBER: builtins.int
+    RUN_COUNT_MAX_FIELD_NUMBER: builtins.int
+    JITTER_DURATION_FIELD_NUMBER: builtins.int
+    MISFIRE_FIELD_NUMBER: builtins.int
+    OVERLAP_FIELD_NUMBER: builtins.int
+    TEMPLATE_FIELD_NUMBER: builtins.int
+    DISPLAY_NAME_FIELD_NUMBER: builtins.int
+    run_count_max: builtins.int
     """The schedule is COMPLETED after so many occurrences became runs. 0: no limit."""
-    display_name: _builtins.str
-    @_builtins.property
-    def triggers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Trigger]:
+    display_name: builtins.str
+    @builtins.property
+    def triggers(self) -> containers.RepeatedCompositeFieldContainer[Trigger]:
         """At least one. A schedule is due whenever one of them is."""
 
-    @_builtins.property
-    def exclusions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Exclusion]: ...
-    @_builtins.property
-    def start_time(self) -> _timestamp_pb2.Timestamp:
+    @builtins.property
+    def exclusions(self) -> containers.RepeatedCompositeFieldContainer[Exclusion]: ...
+    @builtins.property
+    def start_time(self) -> timestamp_pb2.Timestamp:
         """No occurrence before it."""
 
-    @_builtins.property
-    def end_time(self) -> _timestamp_pb2.Timestamp:
+    @builtins.property
+    def end_time(self) -> timestamp_pb2.Timestamp:
         """No occurrence at or after it."""
 
-    @_builtins.property
-    def jitter_duration(self) -> _duration_pb2.Duration:
+    @builtins.property
+    def jitter_duration(self) -> duration_pb2.Duration:
         """Each occurrence is delayed by less than this, always by the same for the same occurrence. Default 0."""
 
-    @_builtins.property
-    def misfire(self) -> Global___MisfirePolicy: ...
-    @_builtins.property
-    def overlap(self) -> Global___OverlapPolicy: ...
-    @_builtins.property
-    def template(self) -> _job_pb2.JobTemplate: ...
+    @builtins.property
+    def misfire(self) -> MisfirePolicy: ...
+    @builtins.property
+    def overlap(self) -> OverlapPolicy: ...
+    @builtins.property
+    def template(self) -> job_pb2.JobTemplate: ...
     def __init__(
         self,
         *,
-        triggers: _abc.Iterable[Global___Trigger] | None = ...,
-        exclusions: _abc.Iterable[Global___Exclusion] | None = ...,
-        start_time: _timestamp_pb2.Timestamp | None = ...,
-        end_time: _timestamp_pb2.Timestamp | None = ...,
-        run_count_max: _builtins.int = ...,
-        jitter_duration: _duration_pb2.Duration | None = ...,
-        misfire: Global___MisfirePolicy | None = ...,
-        overlap: Global___OverlapPolicy | None = ...,
-        template: _job_pb2.JobTemplate | None = ...,
-        display_name: _builtins.str = ...,
+        triggers: abc.Iterable[Trigger] | None = ...,
+        exclusions: abc.Iterable[Exclusion] | None = ...,
+        start_time: timestamp_pb2.Timestamp | None = ...,
+        end_time: timestamp_pb2.Timestamp | None = ...,
+        run_count_max: builtins.int = ...,
+        jitter_duration: duration_pb2.Duration | None = ...,
+        misfire: MisfirePolicy | None = ...,
+        overlap: OverlapPolicy | None = ...,
+        template: job_pb2.JobTemplate | None = ...,
+        display_name: builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["end_time", b"end_time", "jitter_duration", b"jitter_duration", "misfire", b"misfire", "overlap", b"overlap", "start_time", b"start_time", "template", b"template"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["display_name", b"display_name", "end_time", b"end_time", "exclusions", b"exclusions", "jitter_duration", b"jitter_duration", "misfire", b"misfire", "overlap", b"overlap", "run_count_max", b"run_count_max", "start_time", b"start_time", "template", b"template", "triggers", b"triggers"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["end_time", b"end_time", "jitter_duration", b"jitter_duration", "misfire", b"misfire", "overlap", b"overlap", "start_time", b"start_time", "template", b"template"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["display_name", b"display_name", "end_time", b"end_time", "exclusions", b"exclusions", "jitter_duration", b"jitter_duration", "misfire", b"misfire", "overlap", b"overlap", "run_count_max", b"run_count_max", "start_time", b"start_time", "template", b"template", "triggers", b"triggers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ScheduleSpec: _TypeAlias = ScheduleSpec  # noqa: Y015
+@typing.final
+class Occurrence(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
-@_typing.final
-class Occurrence(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SCHEDULE_TIME_FIELD_NUMBER: _builtins.int
-    DUE_TIME_FIELD_NUMBER: _builtins.int
-    UTC_OFFSET_FIELD_NUMBER: _builtins.int
-    ADJUSTMENT_FIELD_NUMBER: _builtins.int
-    utc_offset: _builtins.str
+    SCHEDULE_TIME_FIELD_NUMBER: builtins.int
+    DUE_TIME_FIELD_NUMBER: builtins.int
+    UTC_OFFSET_FIELD_NUMBER: builtins.int
+    ADJUSTMENT_FIELD_NUMBER: builtins.int
+    utc_offset: builtins.str
     """Of `schedule_time`, in the trigger's zone, such as "+02:00"."""
-    adjustment: _builtins.str
+    adjustment: builtins.str
     """Why the instant is not what the trigger's text names, empty otherwise."""
-    @_builtins.property
-    def schedule_time(self) -> _timestamp_pb2.Timestamp:
+    @builtins.property
+    def schedule_time(self) -> timestamp_pb2.Timestamp:
         """The instant that the trigger names."""
 
-    @_builtins.property
-    def due_time(self) -> _timestamp_pb2.Timestamp:
+    @builtins.property
+    def due_time(self) -> timestamp_pb2.Timestamp:
         """With jitter."""
 
     def __init__(
         self,
         *,
-        schedule_time: _timestamp_pb2.Timestamp | None = ...,
-        due_time: _timestamp_pb2.Timestamp | None = ...,
-        utc_offset: _builtins.str = ...,
-        adjustment: _builtins.str = ...,
+        schedule_time: timestamp_pb2.Timestamp | None = ...,
+        due_time: timestamp_pb2.Timestamp | None = ...,
+        utc_offset: builtins.str = ...,
+        adjustment: builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["due_time", b"due_time", "schedule_time", b"schedule_time"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adjustment", b"adjustment", "due_time", b"due_time", "schedule_time", b"schedule_time", "utc_offset", b"utc_offset"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["due_time", b"due_time", "schedule_time", b"schedule_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["adjustment", b"adjustment", "due_time", b"due_time", "schedule_time", b"schedule_time", "utc_offset", b"utc_offset"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Occurrence: _TypeAlias = Occurrence  # noqa: Y015
-
-@_typing.final
-class ScheduleStatus(_message.Message):
+@typing.final
+class ScheduleStatus(message.Message):
     """What the system observes of a schedule. Output only as a whole."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: descriptor.Descriptor
 
     class _State:
-        ValueType = _typing.NewType("ValueType", _builtins.int)
+        ValueType = typing.NewType("ValueType", builtins.int)
         V: _TypeAlias = ValueType  # noqa: Y015
 
-    class _StateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[ScheduleStatus._State.ValueType], _builtins.type):
-        DESCRIPTOR: _descriptor.EnumDescriptor
+    class _StateEnumTypeWrapper(enum_type_wrapper._EnumTypeWrapper[ScheduleStatus._State.ValueType], builtins.type):
+        DESCRIPTOR: descriptor.EnumDescriptor
         STATE_UNSPECIFIED: ScheduleStatus._State.ValueType  # 0
         STATE_ACTIVE: ScheduleStatus._State.ValueType  # 1
         STATE_PAUSED: ScheduleStatus._State.ValueType  # 2
@@ -511,194 +488,190 @@ class ScheduleStatus(_message.Message):
     """It cannot be computed; `quarantine_reason` says why. An update that mends it makes it ACTIVE."""
     STATE_DELETED: ScheduleStatus.State.ValueType  # 5
 
-    @_typing.final
-    class Pause(_message.Message):
-        DESCRIPTOR: _descriptor.Descriptor
+    @typing.final
+    class Pause(message.Message):
+        DESCRIPTOR: descriptor.Descriptor
 
-        REASON_FIELD_NUMBER: _builtins.int
-        PRINCIPAL_FIELD_NUMBER: _builtins.int
-        PAUSE_TIME_FIELD_NUMBER: _builtins.int
-        RESUME_TIME_FIELD_NUMBER: _builtins.int
-        reason: _builtins.str
-        principal: _builtins.str
-        @_builtins.property
-        def pause_time(self) -> _timestamp_pb2.Timestamp: ...
-        @_builtins.property
-        def resume_time(self) -> _timestamp_pb2.Timestamp:
+        REASON_FIELD_NUMBER: builtins.int
+        PRINCIPAL_FIELD_NUMBER: builtins.int
+        PAUSE_TIME_FIELD_NUMBER: builtins.int
+        RESUME_TIME_FIELD_NUMBER: builtins.int
+        reason: builtins.str
+        principal: builtins.str
+        @builtins.property
+        def pause_time(self) -> timestamp_pb2.Timestamp: ...
+        @builtins.property
+        def resume_time(self) -> timestamp_pb2.Timestamp:
             """When it resumes by itself."""
 
         def __init__(
             self,
             *,
-            reason: _builtins.str = ...,
-            principal: _builtins.str = ...,
-            pause_time: _timestamp_pb2.Timestamp | None = ...,
-            resume_time: _timestamp_pb2.Timestamp | None = ...,
+            reason: builtins.str = ...,
+            principal: builtins.str = ...,
+            pause_time: timestamp_pb2.Timestamp | None = ...,
+            resume_time: timestamp_pb2.Timestamp | None = ...,
         ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _typing.Literal["pause_time", b"pause_time", "resume_time", b"resume_time"]  # noqa: Y015
-        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["pause_time", b"pause_time", "principal", b"principal", "reason", b"reason", "resume_time", b"resume_time"]  # noqa: Y015
+        _HasFieldArgType: _TypeAlias = typing.Literal["pause_time", b"pause_time", "resume_time", b"resume_time"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = typing.Literal["pause_time", b"pause_time", "principal", b"principal", "reason", b"reason", "resume_time", b"resume_time"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-    STATE_FIELD_NUMBER: _builtins.int
-    PAUSE_FIELD_NUMBER: _builtins.int
-    QUARANTINE_REASON_FIELD_NUMBER: _builtins.int
-    OBSERVED_VERSION_FIELD_NUMBER: _builtins.int
-    SHARD_FIELD_NUMBER: _builtins.int
-    NEXT_OCCURRENCES_FIELD_NUMBER: _builtins.int
-    LAST_SCHEDULE_TIME_FIELD_NUMBER: _builtins.int
-    LAST_RUN_FIELD_NUMBER: _builtins.int
-    LAST_SUCCESS_TIME_FIELD_NUMBER: _builtins.int
-    RUN_COUNT_FIELD_NUMBER: _builtins.int
-    TZDATA_VERSION_FIELD_NUMBER: _builtins.int
-    state: Global___ScheduleStatus.State.ValueType
-    quarantine_reason: _builtins.str
-    observed_version: _builtins.int
+    STATE_FIELD_NUMBER: builtins.int
+    PAUSE_FIELD_NUMBER: builtins.int
+    QUARANTINE_REASON_FIELD_NUMBER: builtins.int
+    OBSERVED_VERSION_FIELD_NUMBER: builtins.int
+    SHARD_FIELD_NUMBER: builtins.int
+    NEXT_OCCURRENCES_FIELD_NUMBER: builtins.int
+    LAST_SCHEDULE_TIME_FIELD_NUMBER: builtins.int
+    LAST_RUN_FIELD_NUMBER: builtins.int
+    LAST_SUCCESS_TIME_FIELD_NUMBER: builtins.int
+    RUN_COUNT_FIELD_NUMBER: builtins.int
+    TZDATA_VERSION_FIELD_NUMBER: builtins.int
+    state: ScheduleStatus.State.ValueType
+    quarantine_reason: builtins.str
+    observed_version: builtins.int
     """The version of the spec that the timer's row carries."""
-    shard: _builtins.int
-    last_run: _builtins.str
+    shard: builtins.int
+    last_run: builtins.str
     """`tenants/{t}/runs/{r}`."""
-    run_count: _builtins.int
-    tzdata_version: _builtins.str
+    run_count: builtins.int
+    tzdata_version: builtins.str
     """Of the time-zone data from which the next occurrence was computed."""
-    @_builtins.property
-    def pause(self) -> Global___ScheduleStatus.Pause: ...
-    @_builtins.property
-    def next_occurrences(self) -> _containers.RepeatedCompositeFieldContainer[Global___Occurrence]:
+    @builtins.property
+    def pause(self) -> ScheduleStatus.Pause: ...
+    @builtins.property
+    def next_occurrences(self) -> containers.RepeatedCompositeFieldContainer[Occurrence]:
         """At most 10."""
 
-    @_builtins.property
-    def last_schedule_time(self) -> _timestamp_pb2.Timestamp:
+    @builtins.property
+    def last_schedule_time(self) -> timestamp_pb2.Timestamp:
         """The last occurrence that was decided, one way or the other."""
 
-    @_builtins.property
-    def last_success_time(self) -> _timestamp_pb2.Timestamp: ...
+    @builtins.property
+    def last_success_time(self) -> timestamp_pb2.Timestamp: ...
     def __init__(
         self,
         *,
-        state: Global___ScheduleStatus.State.ValueType = ...,
-        pause: Global___ScheduleStatus.Pause | None = ...,
-        quarantine_reason: _builtins.str = ...,
-        observed_version: _builtins.int = ...,
-        shard: _builtins.int = ...,
-        next_occurrences: _abc.Iterable[Global___Occurrence] | None = ...,
-        last_schedule_time: _timestamp_pb2.Timestamp | None = ...,
-        last_run: _builtins.str = ...,
-        last_success_time: _timestamp_pb2.Timestamp | None = ...,
-        run_count: _builtins.int = ...,
-        tzdata_version: _builtins.str = ...,
+        state: ScheduleStatus.State.ValueType = ...,
+        pause: ScheduleStatus.Pause | None = ...,
+        quarantine_reason: builtins.str = ...,
+        observed_version: builtins.int = ...,
+        shard: builtins.int = ...,
+        next_occurrences: abc.Iterable[Occurrence] | None = ...,
+        last_schedule_time: timestamp_pb2.Timestamp | None = ...,
+        last_run: builtins.str = ...,
+        last_success_time: timestamp_pb2.Timestamp | None = ...,
+        run_count: builtins.int = ...,
+        tzdata_version: builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["last_schedule_time", b"last_schedule_time", "last_success_time", b"last_success_time", "pause", b"pause"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["last_run", b"last_run", "last_schedule_time", b"last_schedule_time", "last_success_time", b"last_success_time", "next_occurrences", b"next_occurrences", "observed_version", b"observed_version", "pause", b"pause", "quarantine_reason", b"quarantine_reason", "run_count", b"run_count", "shard", b"shard", "state", b"state", "tzdata_version", b"tzdata_version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["last_schedule_time", b"last_schedule_time", "last_success_time", b"last_success_time", "pause", b"pause"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["last_run", b"last_run", "last_schedule_time", b"last_schedule_time", "last_success_time", b"last_success_time", "next_occurrences", b"next_occurrences", "observed_version", b"observed_version", "pause", b"pause", "quarantine_reason", b"quarantine_reason", "run_count", b"run_count", "shard", b"shard", "state", b"state", "tzdata_version", b"tzdata_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ScheduleStatus: _TypeAlias = ScheduleStatus  # noqa: Y015
+@typing.final
+class Schedule(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
-@_typing.final
-class Schedule(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
+    @typing.final
+    class LabelsEntry(message.Message):
+        DESCRIPTOR: descriptor.Descriptor
 
-    @_typing.final
-    class LabelsEntry(_message.Message):
-        DESCRIPTOR: _descriptor.Descriptor
-
-        KEY_FIELD_NUMBER: _builtins.int
-        VALUE_FIELD_NUMBER: _builtins.int
-        key: _builtins.str
-        value: _builtins.str
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
         def __init__(
             self,
             *,
-            key: _builtins.str = ...,
-            value: _builtins.str = ...,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
         ) -> None: ...
         _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-    @_typing.final
-    class AnnotationsEntry(_message.Message):
-        DESCRIPTOR: _descriptor.Descriptor
+    @typing.final
+    class AnnotationsEntry(message.Message):
+        DESCRIPTOR: descriptor.Descriptor
 
-        KEY_FIELD_NUMBER: _builtins.int
-        VALUE_FIELD_NUMBER: _builtins.int
-        key: _builtins.str
-        value: _builtins.str
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
         def __init__(
             self,
             *,
-            key: _builtins.str = ...,
-            value: _builtins.str = ...,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
         ) -> None: ...
         _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-    NAME_FIELD_NUMBER: _builtins.int
-    UID_FIELD_NUMBER: _builtins.int
-    CREATE_TIME_FIELD_NUMBER: _builtins.int
-    UPDATE_TIME_FIELD_NUMBER: _builtins.int
-    LABELS_FIELD_NUMBER: _builtins.int
-    ANNOTATIONS_FIELD_NUMBER: _builtins.int
-    ETAG_FIELD_NUMBER: _builtins.int
-    VERSION_FIELD_NUMBER: _builtins.int
-    SPEC_FIELD_NUMBER: _builtins.int
-    EFFECTIVE_SPEC_FIELD_NUMBER: _builtins.int
-    STATUS_FIELD_NUMBER: _builtins.int
-    name: _builtins.str
+    NAME_FIELD_NUMBER: builtins.int
+    UID_FIELD_NUMBER: builtins.int
+    CREATE_TIME_FIELD_NUMBER: builtins.int
+    UPDATE_TIME_FIELD_NUMBER: builtins.int
+    LABELS_FIELD_NUMBER: builtins.int
+    ANNOTATIONS_FIELD_NUMBER: builtins.int
+    ETAG_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
+    SPEC_FIELD_NUMBER: builtins.int
+    EFFECTIVE_SPEC_FIELD_NUMBER: builtins.int
+    STATUS_FIELD_NUMBER: builtins.int
+    name: builtins.str
     """`tenants/{t}/schedules/{s}`; both match `[a-z]([a-z0-9-]{0,61}[a-z0-9])?`."""
-    uid: _builtins.str
+    uid: builtins.str
     """New when a name is used again."""
-    etag: _builtins.str
+    etag: builtins.str
     """Changes with every mutation. Sent back on a mutation, it must still be the current one."""
-    version: _builtins.int
+    version: builtins.int
     """The version of `spec`: 1 at creation, one more with every change of it."""
-    @_builtins.property
-    def create_time(self) -> _timestamp_pb2.Timestamp: ...
-    @_builtins.property
-    def update_time(self) -> _timestamp_pb2.Timestamp: ...
-    @_builtins.property
-    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+    @builtins.property
+    def create_time(self) -> timestamp_pb2.Timestamp: ...
+    @builtins.property
+    def update_time(self) -> timestamp_pb2.Timestamp: ...
+    @builtins.property
+    def labels(self) -> containers.ScalarMap[builtins.str, builtins.str]:
         """For filtering: at most 64, keys and values at most 63 characters."""
 
-    @_builtins.property
-    def annotations(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+    @builtins.property
+    def annotations(self) -> containers.ScalarMap[builtins.str, builtins.str]:
         """For people: at most 64 KiB together."""
 
-    @_builtins.property
-    def spec(self) -> Global___ScheduleSpec:
+    @builtins.property
+    def spec(self) -> ScheduleSpec:
         """What the user typed. Defaults show in `effective_spec`."""
 
-    @_builtins.property
-    def effective_spec(self) -> Global___ScheduleSpec: ...
-    @_builtins.property
-    def status(self) -> Global___ScheduleStatus: ...
+    @builtins.property
+    def effective_spec(self) -> ScheduleSpec: ...
+    @builtins.property
+    def status(self) -> ScheduleStatus: ...
     def __init__(
         self,
         *,
-        name: _builtins.str = ...,
-        uid: _builtins.str = ...,
-        create_time: _timestamp_pb2.Timestamp | None = ...,
-        update_time: _timestamp_pb2.Timestamp | None = ...,
-        labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
-        annotations: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
-        etag: _builtins.str = ...,
-        version: _builtins.int = ...,
-        spec: Global___ScheduleSpec | None = ...,
-        effective_spec: Global___ScheduleSpec | None = ...,
-        status: Global___ScheduleStatus | None = ...,
+        name: builtins.str = ...,
+        uid: builtins.str = ...,
+        create_time: timestamp_pb2.Timestamp | None = ...,
+        update_time: timestamp_pb2.Timestamp | None = ...,
+        labels: abc.Mapping[builtins.str, builtins.str] | None = ...,
+        annotations: abc.Mapping[builtins.str, builtins.str] | None = ...,
+        etag: builtins.str = ...,
+        version: builtins.int = ...,
+        spec: ScheduleSpec | None = ...,
+        effective_spec: ScheduleSpec | None = ...,
+        status: ScheduleStatus | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "effective_spec", b"effective_spec", "spec", b"spec", "status", b"status", "update_time", b"update_time"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["annotations", b"annotations", "create_time", b"create_time", "effective_spec", b"effective_spec", "etag", b"etag", "labels", b"labels", "name", b"name", "spec", b"spec", "status", b"status", "uid", b"uid", "update_time", b"update_time", "version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["create_time", b"create_time", "effective_spec", b"effective_spec", "spec", b"spec", "status", b"status", "update_time", b"update_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["annotations", b"annotations", "create_time", b"create_time", "effective_spec", b"effective_spec", "etag", b"etag", "labels", b"labels", "name", b"name", "spec", b"spec", "status", b"status", "uid", b"uid", "update_time", b"update_time", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Schedule: _TypeAlias = Schedule  # noqa: Y015

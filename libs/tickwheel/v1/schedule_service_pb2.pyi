@@ -3,223 +3,211 @@
 isort:skip_file
 """
 
-from collections import abc as _abc
-from google.protobuf import descriptor as _descriptor
-from google.protobuf import field_mask_pb2 as _field_mask_pb2
-from google.protobuf import message as _message
-from google.protobuf import timestamp_pb2 as _timestamp_pb2
-from google.protobuf.internal import containers as _containers
-from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
-from tickwheel.v1 import job_pb2 as _job_pb2
-from tickwheel.v1 import schedule_pb2 as _schedule_pb2
-import builtins as _builtins
+from collections import abc as abc
+from google.protobuf import descriptor as descriptor
+from google.protobuf import field_mask_pb2 as field_mask_pb2
+from google.protobuf import message as message
+from google.protobuf import timestamp_pb2 as timestamp_pb2
+from google.protobuf.internal import containers as containers
+from google.protobuf.internal import enum_type_wrapper as enum_type_wrapper
+from tickwheel.v1 import job_pb2 as job_pb2
+from tickwheel.v1 import schedule_pb2 as schedule_pb2
+import builtins as builtins
 import sys
-import typing as _typing
+import typing as typing
 
 if sys.version_info >= (3, 11):
     from typing import TypeAlias as _TypeAlias, Never as _Never
 else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
-DESCRIPTOR: _descriptor.FileDescriptor
+DESCRIPTOR: descriptor.FileDescriptor
 
-@_typing.final
-class GetScheduleRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
+@typing.final
+class GetScheduleRequest(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
-    NAME_FIELD_NUMBER: _builtins.int
-    VIEW_FIELD_NUMBER: _builtins.int
-    name: _builtins.str
-    view: _job_pb2.ResourceView.ValueType
+    NAME_FIELD_NUMBER: builtins.int
+    VIEW_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    view: job_pb2.ResourceView.ValueType
     def __init__(
         self,
         *,
-        name: _builtins.str = ...,
-        view: _job_pb2.ResourceView.ValueType = ...,
+        name: builtins.str = ...,
+        view: job_pb2.ResourceView.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "view", b"view"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["name", b"name", "view", b"view"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___GetScheduleRequest: _TypeAlias = GetScheduleRequest  # noqa: Y015
+@typing.final
+class ListSchedulesRequest(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
-@_typing.final
-class ListSchedulesRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    PARENT_FIELD_NUMBER: _builtins.int
-    PAGE_SIZE_FIELD_NUMBER: _builtins.int
-    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
-    FILTER_FIELD_NUMBER: _builtins.int
-    SHOW_DELETED_FIELD_NUMBER: _builtins.int
-    VIEW_FIELD_NUMBER: _builtins.int
-    parent: _builtins.str
+    PARENT_FIELD_NUMBER: builtins.int
+    PAGE_SIZE_FIELD_NUMBER: builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    FILTER_FIELD_NUMBER: builtins.int
+    SHOW_DELETED_FIELD_NUMBER: builtins.int
+    VIEW_FIELD_NUMBER: builtins.int
+    parent: builtins.str
     """`tenants/{t}`."""
-    page_size: _builtins.int
+    page_size: builtins.int
     """Default 50, at most 1,000."""
-    page_token: _builtins.str
-    filter: _builtins.str
+    page_token: builtins.str
+    filter: builtins.str
     """Terms joined by AND: `state = PAUSED`, `labels.KEY = "VALUE"`, `queue = "q"`, `kind = "k"`, `name : "prefix*"`."""
-    show_deleted: _builtins.bool
-    view: _job_pb2.ResourceView.ValueType
+    show_deleted: builtins.bool
+    view: job_pb2.ResourceView.ValueType
     def __init__(
         self,
         *,
-        parent: _builtins.str = ...,
-        page_size: _builtins.int = ...,
-        page_token: _builtins.str = ...,
-        filter: _builtins.str = ...,
-        show_deleted: _builtins.bool = ...,
-        view: _job_pb2.ResourceView.ValueType = ...,
+        parent: builtins.str = ...,
+        page_size: builtins.int = ...,
+        page_token: builtins.str = ...,
+        filter: builtins.str = ...,
+        show_deleted: builtins.bool = ...,
+        view: job_pb2.ResourceView.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter", "page_size", b"page_size", "page_token", b"page_token", "parent", b"parent", "show_deleted", b"show_deleted", "view", b"view"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["filter", b"filter", "page_size", b"page_size", "page_token", b"page_token", "parent", b"parent", "show_deleted", b"show_deleted", "view", b"view"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ListSchedulesRequest: _TypeAlias = ListSchedulesRequest  # noqa: Y015
+@typing.final
+class ListSchedulesResponse(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
-@_typing.final
-class ListSchedulesResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SCHEDULES_FIELD_NUMBER: _builtins.int
-    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
-    next_page_token: _builtins.str
+    SCHEDULES_FIELD_NUMBER: builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    next_page_token: builtins.str
     """Empty on the last page."""
-    @_builtins.property
-    def schedules(self) -> _containers.RepeatedCompositeFieldContainer[_schedule_pb2.Schedule]: ...
+    @builtins.property
+    def schedules(self) -> containers.RepeatedCompositeFieldContainer[schedule_pb2.Schedule]: ...
     def __init__(
         self,
         *,
-        schedules: _abc.Iterable[_schedule_pb2.Schedule] | None = ...,
-        next_page_token: _builtins.str = ...,
+        schedules: abc.Iterable[schedule_pb2.Schedule] | None = ...,
+        next_page_token: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "schedules", b"schedules"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["next_page_token", b"next_page_token", "schedules", b"schedules"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ListSchedulesResponse: _TypeAlias = ListSchedulesResponse  # noqa: Y015
+@typing.final
+class CreateScheduleRequest(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
-@_typing.final
-class CreateScheduleRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    PARENT_FIELD_NUMBER: _builtins.int
-    SCHEDULE_ID_FIELD_NUMBER: _builtins.int
-    SCHEDULE_FIELD_NUMBER: _builtins.int
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    VALIDATE_ONLY_FIELD_NUMBER: _builtins.int
-    parent: _builtins.str
+    PARENT_FIELD_NUMBER: builtins.int
+    SCHEDULE_ID_FIELD_NUMBER: builtins.int
+    SCHEDULE_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    VALIDATE_ONLY_FIELD_NUMBER: builtins.int
+    parent: builtins.str
     """`tenants/{t}`."""
-    schedule_id: _builtins.str
+    schedule_id: builtins.str
     """The last part of the name."""
-    request_id: _builtins.str
+    request_id: builtins.str
     """Any string of at most 128 characters: within 7 days the same request with it gives the first answer again."""
-    validate_only: _builtins.bool
+    validate_only: builtins.bool
     """Only says what would be."""
-    @_builtins.property
-    def schedule(self) -> _schedule_pb2.Schedule: ...
+    @builtins.property
+    def schedule(self) -> schedule_pb2.Schedule: ...
     def __init__(
         self,
         *,
-        parent: _builtins.str = ...,
-        schedule_id: _builtins.str = ...,
-        schedule: _schedule_pb2.Schedule | None = ...,
-        request_id: _builtins.str = ...,
-        validate_only: _builtins.bool = ...,
+        parent: builtins.str = ...,
+        schedule_id: builtins.str = ...,
+        schedule: schedule_pb2.Schedule | None = ...,
+        request_id: builtins.str = ...,
+        validate_only: builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["schedule", b"schedule"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["parent", b"parent", "request_id", b"request_id", "schedule", b"schedule", "schedule_id", b"schedule_id", "validate_only", b"validate_only"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["schedule", b"schedule"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["parent", b"parent", "request_id", b"request_id", "schedule", b"schedule", "schedule_id", b"schedule_id", "validate_only", b"validate_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___CreateScheduleRequest: _TypeAlias = CreateScheduleRequest  # noqa: Y015
+@typing.final
+class UpdateScheduleRequest(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
-@_typing.final
-class UpdateScheduleRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SCHEDULE_FIELD_NUMBER: _builtins.int
-    UPDATE_MASK_FIELD_NUMBER: _builtins.int
-    ALLOW_MISSING_FIELD_NUMBER: _builtins.int
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    VALIDATE_ONLY_FIELD_NUMBER: _builtins.int
-    allow_missing: _builtins.bool
+    SCHEDULE_FIELD_NUMBER: builtins.int
+    UPDATE_MASK_FIELD_NUMBER: builtins.int
+    ALLOW_MISSING_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    VALIDATE_ONLY_FIELD_NUMBER: builtins.int
+    allow_missing: builtins.bool
     """Create it when there is none."""
-    request_id: _builtins.str
-    validate_only: _builtins.bool
-    @_builtins.property
-    def schedule(self) -> _schedule_pb2.Schedule: ...
-    @_builtins.property
-    def update_mask(self) -> _field_mask_pb2.FieldMask:
+    request_id: builtins.str
+    validate_only: builtins.bool
+    @builtins.property
+    def schedule(self) -> schedule_pb2.Schedule: ...
+    @builtins.property
+    def update_mask(self) -> field_mask_pb2.FieldMask:
         """Paths such as `spec`, `spec.triggers`, `labels`. Empty: all that is set."""
 
     def __init__(
         self,
         *,
-        schedule: _schedule_pb2.Schedule | None = ...,
-        update_mask: _field_mask_pb2.FieldMask | None = ...,
-        allow_missing: _builtins.bool = ...,
-        request_id: _builtins.str = ...,
-        validate_only: _builtins.bool = ...,
+        schedule: schedule_pb2.Schedule | None = ...,
+        update_mask: field_mask_pb2.FieldMask | None = ...,
+        allow_missing: builtins.bool = ...,
+        request_id: builtins.str = ...,
+        validate_only: builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["schedule", b"schedule", "update_mask", b"update_mask"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow_missing", b"allow_missing", "request_id", b"request_id", "schedule", b"schedule", "update_mask", b"update_mask", "validate_only", b"validate_only"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["schedule", b"schedule", "update_mask", b"update_mask"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["allow_missing", b"allow_missing", "request_id", b"request_id", "schedule", b"schedule", "update_mask", b"update_mask", "validate_only", b"validate_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___UpdateScheduleRequest: _TypeAlias = UpdateScheduleRequest  # noqa: Y015
+@typing.final
+class DeleteScheduleRequest(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
-@_typing.final
-class DeleteScheduleRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    NAME_FIELD_NUMBER: _builtins.int
-    ETAG_FIELD_NUMBER: _builtins.int
-    ALLOW_MISSING_FIELD_NUMBER: _builtins.int
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    VALIDATE_ONLY_FIELD_NUMBER: _builtins.int
-    name: _builtins.str
-    etag: _builtins.str
-    allow_missing: _builtins.bool
+    NAME_FIELD_NUMBER: builtins.int
+    ETAG_FIELD_NUMBER: builtins.int
+    ALLOW_MISSING_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    VALIDATE_ONLY_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    etag: builtins.str
+    allow_missing: builtins.bool
     """No error when there is none."""
-    request_id: _builtins.str
-    validate_only: _builtins.bool
+    request_id: builtins.str
+    validate_only: builtins.bool
     def __init__(
         self,
         *,
-        name: _builtins.str = ...,
-        etag: _builtins.str = ...,
-        allow_missing: _builtins.bool = ...,
-        request_id: _builtins.str = ...,
-        validate_only: _builtins.bool = ...,
+        name: builtins.str = ...,
+        etag: builtins.str = ...,
+        allow_missing: builtins.bool = ...,
+        request_id: builtins.str = ...,
+        validate_only: builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow_missing", b"allow_missing", "etag", b"etag", "name", b"name", "request_id", b"request_id", "validate_only", b"validate_only"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["allow_missing", b"allow_missing", "etag", b"etag", "name", b"name", "request_id", b"request_id", "validate_only", b"validate_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___DeleteScheduleRequest: _TypeAlias = DeleteScheduleRequest  # noqa: Y015
-
-@_typing.final
-class PauseScheduleRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
+@typing.final
+class PauseScheduleRequest(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
     class _LiveRuns:
-        ValueType = _typing.NewType("ValueType", _builtins.int)
+        ValueType = typing.NewType("ValueType", builtins.int)
         V: _TypeAlias = ValueType  # noqa: Y015
 
-    class _LiveRunsEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[PauseScheduleRequest._LiveRuns.ValueType], _builtins.type):
-        DESCRIPTOR: _descriptor.EnumDescriptor
+    class _LiveRunsEnumTypeWrapper(enum_type_wrapper._EnumTypeWrapper[PauseScheduleRequest._LiveRuns.ValueType], builtins.type):
+        DESCRIPTOR: descriptor.EnumDescriptor
         LIVE_RUNS_UNSPECIFIED: PauseScheduleRequest._LiveRuns.ValueType  # 0
         """The default: CONTINUE."""
         LIVE_RUNS_CONTINUE: PauseScheduleRequest._LiveRuns.ValueType  # 1
@@ -233,53 +221,51 @@ class PauseScheduleRequest(_message.Message):
     LIVE_RUNS_CONTINUE: PauseScheduleRequest.LiveRuns.ValueType  # 1
     LIVE_RUNS_CANCEL: PauseScheduleRequest.LiveRuns.ValueType  # 2
 
-    NAME_FIELD_NUMBER: _builtins.int
-    ETAG_FIELD_NUMBER: _builtins.int
-    REASON_FIELD_NUMBER: _builtins.int
-    RESUME_TIME_FIELD_NUMBER: _builtins.int
-    LIVE_RUNS_FIELD_NUMBER: _builtins.int
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    VALIDATE_ONLY_FIELD_NUMBER: _builtins.int
-    name: _builtins.str
-    etag: _builtins.str
-    reason: _builtins.str
+    NAME_FIELD_NUMBER: builtins.int
+    ETAG_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    RESUME_TIME_FIELD_NUMBER: builtins.int
+    LIVE_RUNS_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    VALIDATE_ONLY_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    etag: builtins.str
+    reason: builtins.str
     """Who reads it at night will be thankful."""
-    live_runs: Global___PauseScheduleRequest.LiveRuns.ValueType
-    request_id: _builtins.str
-    validate_only: _builtins.bool
-    @_builtins.property
-    def resume_time(self) -> _timestamp_pb2.Timestamp:
+    live_runs: PauseScheduleRequest.LiveRuns.ValueType
+    request_id: builtins.str
+    validate_only: builtins.bool
+    @builtins.property
+    def resume_time(self) -> timestamp_pb2.Timestamp:
         """When it resumes by itself."""
 
     def __init__(
         self,
         *,
-        name: _builtins.str = ...,
-        etag: _builtins.str = ...,
-        reason: _builtins.str = ...,
-        resume_time: _timestamp_pb2.Timestamp | None = ...,
-        live_runs: Global___PauseScheduleRequest.LiveRuns.ValueType = ...,
-        request_id: _builtins.str = ...,
-        validate_only: _builtins.bool = ...,
+        name: builtins.str = ...,
+        etag: builtins.str = ...,
+        reason: builtins.str = ...,
+        resume_time: timestamp_pb2.Timestamp | None = ...,
+        live_runs: PauseScheduleRequest.LiveRuns.ValueType = ...,
+        request_id: builtins.str = ...,
+        validate_only: builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["resume_time", b"resume_time"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["etag", b"etag", "live_runs", b"live_runs", "name", b"name", "reason", b"reason", "request_id", b"request_id", "resume_time", b"resume_time", "validate_only", b"validate_only"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["resume_time", b"resume_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["etag", b"etag", "live_runs", b"live_runs", "name", b"name", "reason", b"reason", "request_id", b"request_id", "resume_time", b"resume_time", "validate_only", b"validate_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___PauseScheduleRequest: _TypeAlias = PauseScheduleRequest  # noqa: Y015
-
-@_typing.final
-class ResumeScheduleRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
+@typing.final
+class ResumeScheduleRequest(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
     class _MissedOccurrences:
-        ValueType = _typing.NewType("ValueType", _builtins.int)
+        ValueType = typing.NewType("ValueType", builtins.int)
         V: _TypeAlias = ValueType  # noqa: Y015
 
-    class _MissedOccurrencesEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[ResumeScheduleRequest._MissedOccurrences.ValueType], _builtins.type):
-        DESCRIPTOR: _descriptor.EnumDescriptor
+    class _MissedOccurrencesEnumTypeWrapper(enum_type_wrapper._EnumTypeWrapper[ResumeScheduleRequest._MissedOccurrences.ValueType], builtins.type):
+        DESCRIPTOR: descriptor.EnumDescriptor
         MISSED_OCCURRENCES_UNSPECIFIED: ResumeScheduleRequest._MissedOccurrences.ValueType  # 0
         """The default: SKIP."""
         MISSED_OCCURRENCES_SKIP: ResumeScheduleRequest._MissedOccurrences.ValueType  # 1
@@ -295,126 +281,118 @@ class ResumeScheduleRequest(_message.Message):
     MISSED_OCCURRENCES_MISFIRE_POLICY: ResumeScheduleRequest.MissedOccurrences.ValueType  # 2
     """As the schedule's misfire policy says."""
 
-    NAME_FIELD_NUMBER: _builtins.int
-    ETAG_FIELD_NUMBER: _builtins.int
-    MISSED_OCCURRENCES_FIELD_NUMBER: _builtins.int
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    VALIDATE_ONLY_FIELD_NUMBER: _builtins.int
-    name: _builtins.str
-    etag: _builtins.str
-    missed_occurrences: Global___ResumeScheduleRequest.MissedOccurrences.ValueType
-    request_id: _builtins.str
-    validate_only: _builtins.bool
+    NAME_FIELD_NUMBER: builtins.int
+    ETAG_FIELD_NUMBER: builtins.int
+    MISSED_OCCURRENCES_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    VALIDATE_ONLY_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    etag: builtins.str
+    missed_occurrences: ResumeScheduleRequest.MissedOccurrences.ValueType
+    request_id: builtins.str
+    validate_only: builtins.bool
     def __init__(
         self,
         *,
-        name: _builtins.str = ...,
-        etag: _builtins.str = ...,
-        missed_occurrences: Global___ResumeScheduleRequest.MissedOccurrences.ValueType = ...,
-        request_id: _builtins.str = ...,
-        validate_only: _builtins.bool = ...,
+        name: builtins.str = ...,
+        etag: builtins.str = ...,
+        missed_occurrences: ResumeScheduleRequest.MissedOccurrences.ValueType = ...,
+        request_id: builtins.str = ...,
+        validate_only: builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["etag", b"etag", "missed_occurrences", b"missed_occurrences", "name", b"name", "request_id", b"request_id", "validate_only", b"validate_only"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["etag", b"etag", "missed_occurrences", b"missed_occurrences", "name", b"name", "request_id", b"request_id", "validate_only", b"validate_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ResumeScheduleRequest: _TypeAlias = ResumeScheduleRequest  # noqa: Y015
+@typing.final
+class RunScheduleRequest(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
-@_typing.final
-class RunScheduleRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    NAME_FIELD_NUMBER: _builtins.int
-    PAYLOAD_FIELD_NUMBER: _builtins.int
-    IGNORE_OVERLAP_FIELD_NUMBER: _builtins.int
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    VALIDATE_ONLY_FIELD_NUMBER: _builtins.int
-    name: _builtins.str
-    ignore_overlap: _builtins.bool
+    NAME_FIELD_NUMBER: builtins.int
+    PAYLOAD_FIELD_NUMBER: builtins.int
+    IGNORE_OVERLAP_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    VALIDATE_ONLY_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    ignore_overlap: builtins.bool
     """Also while another run of the schedule lives, whatever its overlap policy says."""
-    request_id: _builtins.str
-    validate_only: _builtins.bool
-    @_builtins.property
-    def payload(self) -> _job_pb2.Payload:
+    request_id: builtins.str
+    validate_only: builtins.bool
+    @builtins.property
+    def payload(self) -> job_pb2.Payload:
         """Instead of the template's."""
 
     def __init__(
         self,
         *,
-        name: _builtins.str = ...,
-        payload: _job_pb2.Payload | None = ...,
-        ignore_overlap: _builtins.bool = ...,
-        request_id: _builtins.str = ...,
-        validate_only: _builtins.bool = ...,
+        name: builtins.str = ...,
+        payload: job_pb2.Payload | None = ...,
+        ignore_overlap: builtins.bool = ...,
+        request_id: builtins.str = ...,
+        validate_only: builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["payload", b"payload"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ignore_overlap", b"ignore_overlap", "name", b"name", "payload", b"payload", "request_id", b"request_id", "validate_only", b"validate_only"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["payload", b"payload"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["ignore_overlap", b"ignore_overlap", "name", b"name", "payload", b"payload", "request_id", b"request_id", "validate_only", b"validate_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___RunScheduleRequest: _TypeAlias = RunScheduleRequest  # noqa: Y015
+@typing.final
+class PreviewTriggerRequest(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
-@_typing.final
-class PreviewTriggerRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    TRIGGERS_FIELD_NUMBER: _builtins.int
-    EXCLUSIONS_FIELD_NUMBER: _builtins.int
-    AFTER_TIME_FIELD_NUMBER: _builtins.int
-    COUNT_FIELD_NUMBER: _builtins.int
-    count: _builtins.int
+    TRIGGERS_FIELD_NUMBER: builtins.int
+    EXCLUSIONS_FIELD_NUMBER: builtins.int
+    AFTER_TIME_FIELD_NUMBER: builtins.int
+    COUNT_FIELD_NUMBER: builtins.int
+    count: builtins.int
     """Default 10, at most 1,000."""
-    @_builtins.property
-    def triggers(self) -> _containers.RepeatedCompositeFieldContainer[_schedule_pb2.Trigger]: ...
-    @_builtins.property
-    def exclusions(self) -> _containers.RepeatedCompositeFieldContainer[_schedule_pb2.Exclusion]: ...
-    @_builtins.property
-    def after_time(self) -> _timestamp_pb2.Timestamp:
+    @builtins.property
+    def triggers(self) -> containers.RepeatedCompositeFieldContainer[schedule_pb2.Trigger]: ...
+    @builtins.property
+    def exclusions(self) -> containers.RepeatedCompositeFieldContainer[schedule_pb2.Exclusion]: ...
+    @builtins.property
+    def after_time(self) -> timestamp_pb2.Timestamp:
         """Default: now."""
 
     def __init__(
         self,
         *,
-        triggers: _abc.Iterable[_schedule_pb2.Trigger] | None = ...,
-        exclusions: _abc.Iterable[_schedule_pb2.Exclusion] | None = ...,
-        after_time: _timestamp_pb2.Timestamp | None = ...,
-        count: _builtins.int = ...,
+        triggers: abc.Iterable[schedule_pb2.Trigger] | None = ...,
+        exclusions: abc.Iterable[schedule_pb2.Exclusion] | None = ...,
+        after_time: timestamp_pb2.Timestamp | None = ...,
+        count: builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["after_time", b"after_time"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_time", b"after_time", "count", b"count", "exclusions", b"exclusions", "triggers", b"triggers"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["after_time", b"after_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["after_time", b"after_time", "count", b"count", "exclusions", b"exclusions", "triggers", b"triggers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___PreviewTriggerRequest: _TypeAlias = PreviewTriggerRequest  # noqa: Y015
+@typing.final
+class PreviewTriggerResponse(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
-@_typing.final
-class PreviewTriggerResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    OCCURRENCES_FIELD_NUMBER: _builtins.int
-    DESCRIPTION_FIELD_NUMBER: _builtins.int
-    WARNINGS_FIELD_NUMBER: _builtins.int
-    description: _builtins.str
+    OCCURRENCES_FIELD_NUMBER: builtins.int
+    DESCRIPTION_FIELD_NUMBER: builtins.int
+    WARNINGS_FIELD_NUMBER: builtins.int
+    description: builtins.str
     """A sentence in English."""
-    @_builtins.property
-    def occurrences(self) -> _containers.RepeatedCompositeFieldContainer[_schedule_pb2.Occurrence]: ...
-    @_builtins.property
-    def warnings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @builtins.property
+    def occurrences(self) -> containers.RepeatedCompositeFieldContainer[schedule_pb2.Occurrence]: ...
+    @builtins.property
+    def warnings(self) -> containers.RepeatedScalarFieldContainer[builtins.str]: ...
     def __init__(
         self,
         *,
-        occurrences: _abc.Iterable[_schedule_pb2.Occurrence] | None = ...,
-        description: _builtins.str = ...,
-        warnings: _abc.Iterable[_builtins.str] | None = ...,
+        occurrences: abc.Iterable[schedule_pb2.Occurrence] | None = ...,
+        description: builtins.str = ...,
+        warnings: abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "occurrences", b"occurrences", "warnings", b"warnings"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["description", b"description", "occurrences", b"occurrences", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PreviewTriggerResponse: _TypeAlias = PreviewTriggerResponse  # noqa: Y015

@@ -3,26 +3,26 @@
 isort:skip_file
 """
 
-from collections import abc as _abc
-from grpc import aio as _aio
-from tickwheel.v1 import run_pb2 as _run_pb2
-from tickwheel.v1 import schedule_pb2 as _schedule_pb2
-from tickwheel.v1 import schedule_service_pb2 as _schedule_service_pb2
-import abc as _abc_1
-import grpc as _grpc
+from collections import abc as abc
+from grpc import aio as aio
+from tickwheel.v1 import run_pb2 as run_pb2
+from tickwheel.v1 import schedule_pb2 as schedule_pb2
+from tickwheel.v1 import schedule_service_pb2 as schedule_service_pb2
+import abc as abc_1
+import grpc as grpc
 import sys
-import typing as _typing
+import typing as typing
 
 if sys.version_info >= (3, 11):
     from typing import Self as _Self
 else:
     from typing_extensions import Self as _Self
 
-_T = _typing.TypeVar("_T")
+_T = typing.TypeVar("_T")
 
-class _MaybeAsyncIterator(_abc.AsyncIterator[_T], _abc.Iterator[_T], metaclass=_abc_1.ABCMeta): ...
+class _MaybeAsyncIterator(abc.AsyncIterator[_T], abc.Iterator[_T], metaclass=abc_1.ABCMeta): ...
 
-class _ServicerContext(_grpc.ServicerContext, _aio.ServicerContext):  # type: ignore[misc, type-arg]
+class _ServicerContext(grpc.ServicerContext, aio.ServicerContext):  # type: ignore[misc, type-arg]
     ...
 
 GRPC_GENERATED_VERSION: str
@@ -31,120 +31,120 @@ GRPC_VERSION: str
 class ScheduleServiceStub:
     """Schedules: what is to run again and again, or once at a named instant."""
 
-    @_typing.overload
-    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
-    @_typing.overload
-    def __new__(cls, channel: _aio.Channel) -> ScheduleServiceAsyncStub: ...
-    GetSchedule: _grpc.UnaryUnaryMultiCallable[_schedule_service_pb2.GetScheduleRequest, _schedule_pb2.Schedule]
+    @typing.overload
+    def __new__(cls, channel: grpc.Channel) -> _Self: ...
+    @typing.overload
+    def __new__(cls, channel: aio.Channel) -> ScheduleServiceAsyncStub: ...
+    GetSchedule: grpc.UnaryUnaryMultiCallable[schedule_service_pb2.GetScheduleRequest, schedule_pb2.Schedule]
     """NOT_FOUND when there is none of that name."""
-    ListSchedules: _grpc.UnaryUnaryMultiCallable[_schedule_service_pb2.ListSchedulesRequest, _schedule_service_pb2.ListSchedulesResponse]
-    CreateSchedule: _grpc.UnaryUnaryMultiCallable[_schedule_service_pb2.CreateScheduleRequest, _schedule_pb2.Schedule]
+    ListSchedules: grpc.UnaryUnaryMultiCallable[schedule_service_pb2.ListSchedulesRequest, schedule_service_pb2.ListSchedulesResponse]
+    CreateSchedule: grpc.UnaryUnaryMultiCallable[schedule_service_pb2.CreateScheduleRequest, schedule_pb2.Schedule]
     """ALREADY_EXISTS (SCHEDULE_EXISTS), INVALID_ARGUMENT (TRIGGER_INVALID, TRIGGER_NEVER_FIRES, TIME_ZONE_UNKNOWN)."""
-    UpdateSchedule: _grpc.UnaryUnaryMultiCallable[_schedule_service_pb2.UpdateScheduleRequest, _schedule_pb2.Schedule]
+    UpdateSchedule: grpc.UnaryUnaryMultiCallable[schedule_service_pb2.UpdateScheduleRequest, schedule_pb2.Schedule]
     """Never pauses and never resumes. ABORTED (ETAG_MISMATCH) when `schedule.etag` is set and not current."""
-    DeleteSchedule: _grpc.UnaryUnaryMultiCallable[_schedule_service_pb2.DeleteScheduleRequest, _schedule_pb2.Schedule]
+    DeleteSchedule: grpc.UnaryUnaryMultiCallable[schedule_service_pb2.DeleteScheduleRequest, schedule_pb2.Schedule]
     """Runs that live go on to their end. The name is free at once."""
-    PauseSchedule: _grpc.UnaryUnaryMultiCallable[_schedule_service_pb2.PauseScheduleRequest, _schedule_pb2.Schedule]
+    PauseSchedule: grpc.UnaryUnaryMultiCallable[schedule_service_pb2.PauseScheduleRequest, schedule_pb2.Schedule]
     """After the answer nothing of the schedule is granted until it resumes."""
-    ResumeSchedule: _grpc.UnaryUnaryMultiCallable[_schedule_service_pb2.ResumeScheduleRequest, _schedule_pb2.Schedule]
-    RunSchedule: _grpc.UnaryUnaryMultiCallable[_schedule_service_pb2.RunScheduleRequest, _run_pb2.Run]
+    ResumeSchedule: grpc.UnaryUnaryMultiCallable[schedule_service_pb2.ResumeScheduleRequest, schedule_pb2.Schedule]
+    RunSchedule: grpc.UnaryUnaryMultiCallable[schedule_service_pb2.RunScheduleRequest, run_pb2.Run]
     """A run now, beside the schedule's occurrences."""
-    PreviewTrigger: _grpc.UnaryUnaryMultiCallable[_schedule_service_pb2.PreviewTriggerRequest, _schedule_service_pb2.PreviewTriggerResponse]
+    PreviewTrigger: grpc.UnaryUnaryMultiCallable[schedule_service_pb2.PreviewTriggerRequest, schedule_service_pb2.PreviewTriggerResponse]
     """The next occurrences of a trigger that need not be stored."""
 
-@_typing.type_check_only
+@typing.type_check_only
 class ScheduleServiceAsyncStub(ScheduleServiceStub):
     """Schedules: what is to run again and again, or once at a named instant."""
 
-    def __init__(self, channel: _aio.Channel) -> None: ...
-    GetSchedule: _aio.UnaryUnaryMultiCallable[_schedule_service_pb2.GetScheduleRequest, _schedule_pb2.Schedule]  # type: ignore[assignment]
+    def __init__(self, channel: aio.Channel) -> None: ...
+    GetSchedule: aio.UnaryUnaryMultiCallable[schedule_service_pb2.GetScheduleRequest, schedule_pb2.Schedule]  # type: ignore[assignment]
     """NOT_FOUND when there is none of that name."""
-    ListSchedules: _aio.UnaryUnaryMultiCallable[_schedule_service_pb2.ListSchedulesRequest, _schedule_service_pb2.ListSchedulesResponse]  # type: ignore[assignment]
-    CreateSchedule: _aio.UnaryUnaryMultiCallable[_schedule_service_pb2.CreateScheduleRequest, _schedule_pb2.Schedule]  # type: ignore[assignment]
+    ListSchedules: aio.UnaryUnaryMultiCallable[schedule_service_pb2.ListSchedulesRequest, schedule_service_pb2.ListSchedulesResponse]  # type: ignore[assignment]
+    CreateSchedule: aio.UnaryUnaryMultiCallable[schedule_service_pb2.CreateScheduleRequest, schedule_pb2.Schedule]  # type: ignore[assignment]
     """ALREADY_EXISTS (SCHEDULE_EXISTS), INVALID_ARGUMENT (TRIGGER_INVALID, TRIGGER_NEVER_FIRES, TIME_ZONE_UNKNOWN)."""
-    UpdateSchedule: _aio.UnaryUnaryMultiCallable[_schedule_service_pb2.UpdateScheduleRequest, _schedule_pb2.Schedule]  # type: ignore[assignment]
+    UpdateSchedule: aio.UnaryUnaryMultiCallable[schedule_service_pb2.UpdateScheduleRequest, schedule_pb2.Schedule]  # type: ignore[assignment]
     """Never pauses and never resumes. ABORTED (ETAG_MISMATCH) when `schedule.etag` is set and not current."""
-    DeleteSchedule: _aio.UnaryUnaryMultiCallable[_schedule_service_pb2.DeleteScheduleRequest, _schedule_pb2.Schedule]  # type: ignore[assignment]
+    DeleteSchedule: aio.UnaryUnaryMultiCallable[schedule_service_pb2.DeleteScheduleRequest, schedule_pb2.Schedule]  # type: ignore[assignment]
     """Runs that live go on to their end. The name is free at once."""
-    PauseSchedule: _aio.UnaryUnaryMultiCallable[_schedule_service_pb2.PauseScheduleRequest, _schedule_pb2.Schedule]  # type: ignore[assignment]
+    PauseSchedule: aio.UnaryUnaryMultiCallable[schedule_service_pb2.PauseScheduleRequest, schedule_pb2.Schedule]  # type: ignore[assignment]
     """After the answer nothing of the schedule is granted until it resumes."""
-    ResumeSchedule: _aio.UnaryUnaryMultiCallable[_schedule_service_pb2.ResumeScheduleRequest, _schedule_pb2.Schedule]  # type: ignore[assignment]
-    RunSchedule: _aio.UnaryUnaryMultiCallable[_schedule_service_pb2.RunScheduleRequest, _run_pb2.Run]  # type: ignore[assignment]
+    ResumeSchedule: aio.UnaryUnaryMultiCallable[schedule_service_pb2.ResumeScheduleRequest, schedule_pb2.Schedule]  # type: ignore[assignment]
+    RunSchedule: aio.UnaryUnaryMultiCallable[schedule_service_pb2.RunScheduleRequest, run_pb2.Run]  # type: ignore[assignment]
     """A run now, beside the schedule's occurrences."""
-    PreviewTrigger: _aio.UnaryUnaryMultiCallable[_schedule_service_pb2.PreviewTriggerRequest, _schedule_service_pb2.PreviewTriggerResponse]  # type: ignore[assignment]
+    PreviewTrigger: aio.UnaryUnaryMultiCallable[schedule_service_pb2.PreviewTriggerRequest, schedule_service_pb2.PreviewTriggerResponse]  # type: ignore[assignment]
     """The next occurrences of a trigger that need not be stored."""
 
-class ScheduleServiceServicer(metaclass=_abc_1.ABCMeta):
+class ScheduleServiceServicer(metaclass=abc_1.ABCMeta):
     """Schedules: what is to run again and again, or once at a named instant."""
 
-    @_abc_1.abstractmethod
+    @abc_1.abstractmethod
     def GetSchedule(
         self,
-        request: _schedule_service_pb2.GetScheduleRequest,
+        request: schedule_service_pb2.GetScheduleRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_schedule_pb2.Schedule, _abc.Awaitable[_schedule_pb2.Schedule]]:
+    ) -> typing.Union[schedule_pb2.Schedule, abc.Awaitable[schedule_pb2.Schedule]]:
         """NOT_FOUND when there is none of that name."""
 
-    @_abc_1.abstractmethod
+    @abc_1.abstractmethod
     def ListSchedules(
         self,
-        request: _schedule_service_pb2.ListSchedulesRequest,
+        request: schedule_service_pb2.ListSchedulesRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_schedule_service_pb2.ListSchedulesResponse, _abc.Awaitable[_schedule_service_pb2.ListSchedulesResponse]]: ...
+    ) -> typing.Union[schedule_service_pb2.ListSchedulesResponse, abc.Awaitable[schedule_service_pb2.ListSchedulesResponse]]: ...
 
-    @_abc_1.abstractmethod
+    @abc_1.abstractmethod
     def CreateSchedule(
         self,
-        request: _schedule_service_pb2.CreateScheduleRequest,
+        request: schedule_service_pb2.CreateScheduleRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_schedule_pb2.Schedule, _abc.Awaitable[_schedule_pb2.Schedule]]:
+    ) -> typing.Union[schedule_pb2.Schedule, abc.Awaitable[schedule_pb2.Schedule]]:
         """ALREADY_EXISTS (SCHEDULE_EXISTS), INVALID_ARGUMENT (TRIGGER_INVALID, TRIGGER_NEVER_FIRES, TIME_ZONE_UNKNOWN)."""
 
-    @_abc_1.abstractmethod
+    @abc_1.abstractmethod
     def UpdateSchedule(
         self,
-        request: _schedule_service_pb2.UpdateScheduleRequest,
+        request: schedule_service_pb2.UpdateScheduleRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_schedule_pb2.Schedule, _abc.Awaitable[_schedule_pb2.Schedule]]:
+    ) -> typing.Union[schedule_pb2.Schedule, abc.Awaitable[schedule_pb2.Schedule]]:
         """Never pauses and never resumes. ABORTED (ETAG_MISMATCH) when `schedule.etag` is set and not current."""
 
-    @_abc_1.abstractmethod
+    @abc_1.abstractmethod
     def DeleteSchedule(
         self,
-        request: _schedule_service_pb2.DeleteScheduleRequest,
+        request: schedule_service_pb2.DeleteScheduleRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_schedule_pb2.Schedule, _abc.Awaitable[_schedule_pb2.Schedule]]:
+    ) -> typing.Union[schedule_pb2.Schedule, abc.Awaitable[schedule_pb2.Schedule]]:
         """Runs that live go on to their end. The name is free at once."""
 
-    @_abc_1.abstractmethod
+    @abc_1.abstractmethod
     def PauseSchedule(
         self,
-        request: _schedule_service_pb2.PauseScheduleRequest,
+        request: schedule_service_pb2.PauseScheduleRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_schedule_pb2.Schedule, _abc.Awaitable[_schedule_pb2.Schedule]]:
+    ) -> typing.Union[schedule_pb2.Schedule, abc.Awaitable[schedule_pb2.Schedule]]:
         """After the answer nothing of the schedule is granted until it resumes."""
 
-    @_abc_1.abstractmethod
+    @abc_1.abstractmethod
     def ResumeSchedule(
         self,
-        request: _schedule_service_pb2.ResumeScheduleRequest,
+        request: schedule_service_pb2.ResumeScheduleRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_schedule_pb2.Schedule, _abc.Awaitable[_schedule_pb2.Schedule]]: ...
+    ) -> typing.Union[schedule_pb2.Schedule, abc.Awaitable[schedule_pb2.Schedule]]: ...
 
-    @_abc_1.abstractmethod
+    @abc_1.abstractmethod
     def RunSchedule(
         self,
-        request: _schedule_service_pb2.RunScheduleRequest,
+        request: schedule_service_pb2.RunScheduleRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_run_pb2.Run, _abc.Awaitable[_run_pb2.Run]]:
+    ) -> typing.Union[run_pb2.Run, abc.Awaitable[run_pb2.Run]]:
         """A run now, beside the schedule's occurrences."""
 
-    @_abc_1.abstractmethod
+    @abc_1.abstractmethod
     def PreviewTrigger(
         self,
-        request: _schedule_service_pb2.PreviewTriggerRequest,
+        request: schedule_service_pb2.PreviewTriggerRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_schedule_service_pb2.PreviewTriggerResponse, _abc.Awaitable[_schedule_service_pb2.PreviewTriggerResponse]]:
+    ) -> typing.Union[schedule_service_pb2.PreviewTriggerResponse, abc.Awaitable[schedule_service_pb2.PreviewTriggerResponse]]:
         """The next occurrences of a trigger that need not be stored."""
 
-def add_ScheduleServiceServicer_to_server(servicer: ScheduleServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+def add_ScheduleServiceServicer_to_server(servicer: ScheduleServiceServicer, server: typing.Union[grpc.Server, aio.Server]) -> None: ...

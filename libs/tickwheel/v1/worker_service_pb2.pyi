@@ -3,605 +3,577 @@
 isort:skip_file
 """
 
-from collections import abc as _abc
-from google.protobuf import descriptor as _descriptor
-from google.protobuf import duration_pb2 as _duration_pb2
-from google.protobuf import message as _message
-from google.protobuf import timestamp_pb2 as _timestamp_pb2
-from google.protobuf.internal import containers as _containers
-from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
-from tickwheel.v1 import job_pb2 as _job_pb2
-import builtins as _builtins
+from collections import abc as abc
+from google.protobuf import descriptor as descriptor
+from google.protobuf import duration_pb2 as duration_pb2
+from google.protobuf import message as message
+from google.protobuf import timestamp_pb2 as timestamp_pb2
+from google.protobuf.internal import containers as containers
+from google.protobuf.internal import enum_type_wrapper as enum_type_wrapper
+from tickwheel.v1 import job_pb2 as job_pb2
+import builtins as builtins
 import sys
-import typing as _typing
+import typing as typing
 
 if sys.version_info >= (3, 11):
     from typing import TypeAlias as _TypeAlias, Never as _Never
 else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
-DESCRIPTOR: _descriptor.FileDescriptor
+DESCRIPTOR: descriptor.FileDescriptor
 
-@_typing.final
-class WorkRequest(_message.Message):
+@typing.final
+class WorkRequest(message.Message):
     """What a worker sends. A message may carry several parts at once; they are taken in the order of the fields."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: descriptor.Descriptor
 
-    HELLO_FIELD_NUMBER: _builtins.int
-    OUTCOMES_FIELD_NUMBER: _builtins.int
-    HEARTBEAT_FIELD_NUMBER: _builtins.int
-    GRANT_COUNT_MAX_FIELD_NUMBER: _builtins.int
-    GOODBYE_FIELD_NUMBER: _builtins.int
-    grant_count_max: _builtins.int
+    HELLO_FIELD_NUMBER: builtins.int
+    OUTCOMES_FIELD_NUMBER: builtins.int
+    HEARTBEAT_FIELD_NUMBER: builtins.int
+    GRANT_COUNT_MAX_FIELD_NUMBER: builtins.int
+    GOODBYE_FIELD_NUMBER: builtins.int
+    grant_count_max: builtins.int
     """The number of grants that the timer may have sent on this stream in all. A stream starts with what `hello` says.
     It may be lowered; grants that were already on their way still arrive.
     """
-    @_builtins.property
-    def hello(self) -> Global___Hello: ...
-    @_builtins.property
-    def outcomes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Outcome]: ...
-    @_builtins.property
-    def heartbeat(self) -> Global___Heartbeat: ...
-    @_builtins.property
-    def goodbye(self) -> Global___Goodbye: ...
+    @builtins.property
+    def hello(self) -> Hello: ...
+    @builtins.property
+    def outcomes(self) -> containers.RepeatedCompositeFieldContainer[Outcome]: ...
+    @builtins.property
+    def heartbeat(self) -> Heartbeat: ...
+    @builtins.property
+    def goodbye(self) -> Goodbye: ...
     def __init__(
         self,
         *,
-        hello: Global___Hello | None = ...,
-        outcomes: _abc.Iterable[Global___Outcome] | None = ...,
-        heartbeat: Global___Heartbeat | None = ...,
-        grant_count_max: _builtins.int | None = ...,
-        goodbye: Global___Goodbye | None = ...,
+        hello: Hello | None = ...,
+        outcomes: abc.Iterable[Outcome] | None = ...,
+        heartbeat: Heartbeat | None = ...,
+        grant_count_max: builtins.int | None = ...,
+        goodbye: Goodbye | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_grant_count_max", b"_grant_count_max", "goodbye", b"goodbye", "grant_count_max", b"grant_count_max", "heartbeat", b"heartbeat", "hello", b"hello"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grant_count_max", b"_grant_count_max", "goodbye", b"goodbye", "grant_count_max", b"grant_count_max", "heartbeat", b"heartbeat", "hello", b"hello", "outcomes", b"outcomes"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["_grant_count_max", b"_grant_count_max", "goodbye", b"goodbye", "grant_count_max", b"grant_count_max", "heartbeat", b"heartbeat", "hello", b"hello"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["_grant_count_max", b"_grant_count_max", "goodbye", b"goodbye", "grant_count_max", b"grant_count_max", "heartbeat", b"heartbeat", "hello", b"hello", "outcomes", b"outcomes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__grant_count_max: _TypeAlias = _typing.Literal["grant_count_max"]  # noqa: Y015
-    _WhichOneofArgType__grant_count_max: _TypeAlias = _typing.Literal["_grant_count_max", b"_grant_count_max"]  # noqa: Y015
+    _WhichOneofReturnType__grant_count_max: _TypeAlias = typing.Literal["grant_count_max"]  # noqa: Y015
+    _WhichOneofArgType__grant_count_max: _TypeAlias = typing.Literal["_grant_count_max", b"_grant_count_max"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__grant_count_max) -> _WhichOneofReturnType__grant_count_max | None: ...
 
-Global___WorkRequest: _TypeAlias = WorkRequest  # noqa: Y015
-
-@_typing.final
-class WorkResponse(_message.Message):
+@typing.final
+class WorkResponse(message.Message):
     """What a timer sends. A message may carry several parts at once."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: descriptor.Descriptor
 
-    SEQUENCE_FIELD_NUMBER: _builtins.int
-    CLOCK_US_FIELD_NUMBER: _builtins.int
-    WELCOME_FIELD_NUMBER: _builtins.int
-    GRANT_CLOCK_US_FIELD_NUMBER: _builtins.int
-    GRANTS_FIELD_NUMBER: _builtins.int
-    RENEWED_FIELD_NUMBER: _builtins.int
-    RECORDED_FIELD_NUMBER: _builtins.int
-    REFUSALS_FIELD_NUMBER: _builtins.int
-    CANCELS_FIELD_NUMBER: _builtins.int
-    DRAIN_FIELD_NUMBER: _builtins.int
-    RESYNC_FIELD_NUMBER: _builtins.int
-    BACKLOG_COUNT_FIELD_NUMBER: _builtins.int
-    sequence: _builtins.int
+    SEQUENCE_FIELD_NUMBER: builtins.int
+    CLOCK_US_FIELD_NUMBER: builtins.int
+    WELCOME_FIELD_NUMBER: builtins.int
+    GRANT_CLOCK_US_FIELD_NUMBER: builtins.int
+    GRANTS_FIELD_NUMBER: builtins.int
+    RENEWED_FIELD_NUMBER: builtins.int
+    RECORDED_FIELD_NUMBER: builtins.int
+    REFUSALS_FIELD_NUMBER: builtins.int
+    CANCELS_FIELD_NUMBER: builtins.int
+    DRAIN_FIELD_NUMBER: builtins.int
+    RESYNC_FIELD_NUMBER: builtins.int
+    BACKLOG_COUNT_FIELD_NUMBER: builtins.int
+    sequence: builtins.int
     """Counts the responses of this stream, from 1."""
-    clock_us: _builtins.int
+    clock_us: builtins.int
     """The timer's monotonic clock when this message was made. Only differences mean something."""
-    grant_clock_us: _builtins.int
+    grant_clock_us: builtins.int
     """The timer's monotonic clock before the leases of `grants` were written: they are not older than this."""
-    resync: _builtins.bool
+    resync: builtins.bool
     """The timer's list of what the worker holds is not the worker's. Answer with a heartbeat that has `held` complete."""
-    backlog_count: _builtins.int
+    backlog_count: builtins.int
     """How many due runs wait here for a worker like this one: a hint where to give credit."""
-    @_builtins.property
-    def welcome(self) -> Global___Welcome: ...
-    @_builtins.property
-    def grants(self) -> _containers.RepeatedCompositeFieldContainer[Global___Grant]: ...
-    @_builtins.property
-    def renewed(self) -> Global___Renewed: ...
-    @_builtins.property
-    def recorded(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+    @builtins.property
+    def welcome(self) -> Welcome: ...
+    @builtins.property
+    def grants(self) -> containers.RepeatedCompositeFieldContainer[Grant]: ...
+    @builtins.property
+    def renewed(self) -> Renewed: ...
+    @builtins.property
+    def recorded(self) -> containers.RepeatedScalarFieldContainer[builtins.str]:
         """The lease tokens of outcomes that are recorded: forget them, and give the room back by raising `grant_count_max`."""
 
-    @_builtins.property
-    def refusals(self) -> _containers.RepeatedCompositeFieldContainer[Global___Refusal]: ...
-    @_builtins.property
-    def cancels(self) -> _containers.RepeatedCompositeFieldContainer[Global___Cancel]: ...
-    @_builtins.property
-    def drain(self) -> Global___Drain: ...
+    @builtins.property
+    def refusals(self) -> containers.RepeatedCompositeFieldContainer[Refusal]: ...
+    @builtins.property
+    def cancels(self) -> containers.RepeatedCompositeFieldContainer[Cancel]: ...
+    @builtins.property
+    def drain(self) -> Drain: ...
     def __init__(
         self,
         *,
-        sequence: _builtins.int = ...,
-        clock_us: _builtins.int = ...,
-        welcome: Global___Welcome | None = ...,
-        grant_clock_us: _builtins.int = ...,
-        grants: _abc.Iterable[Global___Grant] | None = ...,
-        renewed: Global___Renewed | None = ...,
-        recorded: _abc.Iterable[_builtins.str] | None = ...,
-        refusals: _abc.Iterable[Global___Refusal] | None = ...,
-        cancels: _abc.Iterable[Global___Cancel] | None = ...,
-        drain: Global___Drain | None = ...,
-        resync: _builtins.bool = ...,
-        backlog_count: _builtins.int = ...,
+        sequence: builtins.int = ...,
+        clock_us: builtins.int = ...,
+        welcome: Welcome | None = ...,
+        grant_clock_us: builtins.int = ...,
+        grants: abc.Iterable[Grant] | None = ...,
+        renewed: Renewed | None = ...,
+        recorded: abc.Iterable[builtins.str] | None = ...,
+        refusals: abc.Iterable[Refusal] | None = ...,
+        cancels: abc.Iterable[Cancel] | None = ...,
+        drain: Drain | None = ...,
+        resync: builtins.bool = ...,
+        backlog_count: builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "renewed", b"renewed", "welcome", b"welcome"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backlog_count", b"backlog_count", "cancels", b"cancels", "clock_us", b"clock_us", "drain", b"drain", "grant_clock_us", b"grant_clock_us", "grants", b"grants", "recorded", b"recorded", "refusals", b"refusals", "renewed", b"renewed", "resync", b"resync", "sequence", b"sequence", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["drain", b"drain", "renewed", b"renewed", "welcome", b"welcome"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["backlog_count", b"backlog_count", "cancels", b"cancels", "clock_us", b"clock_us", "drain", b"drain", "grant_clock_us", b"grant_clock_us", "grants", b"grants", "recorded", b"recorded", "refusals", b"refusals", "renewed", b"renewed", "resync", b"resync", "sequence", b"sequence", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___WorkResponse: _TypeAlias = WorkResponse  # noqa: Y015
+@typing.final
+class Hello(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
-@_typing.final
-class Hello(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
-    CAPABILITIES_FIELD_NUMBER: _builtins.int
-    WORKER_ID_FIELD_NUMBER: _builtins.int
-    POOL_FIELD_NUMBER: _builtins.int
-    HOST_FIELD_NUMBER: _builtins.int
-    QUEUES_FIELD_NUMBER: _builtins.int
-    TENANTS_FIELD_NUMBER: _builtins.int
-    KINDS_FIELD_NUMBER: _builtins.int
-    CAPACITY_FIELD_NUMBER: _builtins.int
-    GRANT_COUNT_MAX_FIELD_NUMBER: _builtins.int
-    HELD_FIELD_NUMBER: _builtins.int
-    protocol_version: _builtins.int
+    PROTOCOL_VERSION_FIELD_NUMBER: builtins.int
+    CAPABILITIES_FIELD_NUMBER: builtins.int
+    WORKER_ID_FIELD_NUMBER: builtins.int
+    POOL_FIELD_NUMBER: builtins.int
+    HOST_FIELD_NUMBER: builtins.int
+    QUEUES_FIELD_NUMBER: builtins.int
+    TENANTS_FIELD_NUMBER: builtins.int
+    KINDS_FIELD_NUMBER: builtins.int
+    CAPACITY_FIELD_NUMBER: builtins.int
+    GRANT_COUNT_MAX_FIELD_NUMBER: builtins.int
+    HELD_FIELD_NUMBER: builtins.int
+    protocol_version: builtins.int
     """1."""
-    worker_id: _builtins.str
+    worker_id: builtins.str
     """Unique to this start of the process."""
-    pool: _builtins.str
-    host: _builtins.str
-    capacity: _builtins.int
+    pool: builtins.str
+    host: builtins.str
+    capacity: builtins.int
     """How many attempts it runs at a time, over all timers."""
-    grant_count_max: _builtins.int
-    @_builtins.property
-    def capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+    grant_count_max: builtins.int
+    @builtins.property
+    def capabilities(self) -> containers.RepeatedScalarFieldContainer[builtins.str]:
         """Features that both sides must know to use, none so far."""
 
-    @_builtins.property
-    def queues(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+    @builtins.property
+    def queues(self) -> containers.RepeatedScalarFieldContainer[builtins.str]:
         """The last part of the queues' names. Default: "default"."""
 
-    @_builtins.property
-    def tenants(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+    @builtins.property
+    def tenants(self) -> containers.RepeatedScalarFieldContainer[builtins.str]:
         """The last part of the tenants' names. Empty: all."""
 
-    @_builtins.property
-    def kinds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+    @builtins.property
+    def kinds(self) -> containers.RepeatedScalarFieldContainer[builtins.str]:
         """Empty: all."""
 
-    @_builtins.property
-    def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldAttempt]:
+    @builtins.property
+    def held(self) -> containers.RepeatedCompositeFieldContainer[HeldAttempt]:
         """Every attempt that it holds from an earlier stream and that this timer may own now."""
 
     def __init__(
         self,
         *,
-        protocol_version: _builtins.int = ...,
-        capabilities: _abc.Iterable[_builtins.str] | None = ...,
-        worker_id: _builtins.str = ...,
-        pool: _builtins.str = ...,
-        host: _builtins.str = ...,
-        queues: _abc.Iterable[_builtins.str] | None = ...,
-        tenants: _abc.Iterable[_builtins.str] | None = ...,
-        kinds: _abc.Iterable[_builtins.str] | None = ...,
-        capacity: _builtins.int = ...,
-        grant_count_max: _builtins.int = ...,
-        held: _abc.Iterable[Global___HeldAttempt] | None = ...,
+        protocol_version: builtins.int = ...,
+        capabilities: abc.Iterable[builtins.str] | None = ...,
+        worker_id: builtins.str = ...,
+        pool: builtins.str = ...,
+        host: builtins.str = ...,
+        queues: abc.Iterable[builtins.str] | None = ...,
+        tenants: abc.Iterable[builtins.str] | None = ...,
+        kinds: abc.Iterable[builtins.str] | None = ...,
+        capacity: builtins.int = ...,
+        grant_count_max: builtins.int = ...,
+        held: abc.Iterable[HeldAttempt] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "capacity", b"capacity", "grant_count_max", b"grant_count_max", "held", b"held", "host", b"host", "kinds", b"kinds", "pool", b"pool", "protocol_version", b"protocol_version", "queues", b"queues", "tenants", b"tenants", "worker_id", b"worker_id"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["capabilities", b"capabilities", "capacity", b"capacity", "grant_count_max", b"grant_count_max", "held", b"held", "host", b"host", "kinds", b"kinds", "pool", b"pool", "protocol_version", b"protocol_version", "queues", b"queues", "tenants", b"tenants", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Hello: _TypeAlias = Hello  # noqa: Y015
+@typing.final
+class HeldAttempt(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
-@_typing.final
-class HeldAttempt(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    RUN_FIELD_NUMBER: _builtins.int
-    ATTEMPT_FIELD_NUMBER: _builtins.int
-    FENCE_FIELD_NUMBER: _builtins.int
-    LEASE_TOKEN_FIELD_NUMBER: _builtins.int
-    run: _builtins.str
+    RUN_FIELD_NUMBER: builtins.int
+    ATTEMPT_FIELD_NUMBER: builtins.int
+    FENCE_FIELD_NUMBER: builtins.int
+    LEASE_TOKEN_FIELD_NUMBER: builtins.int
+    run: builtins.str
     """`tenants/{t}/runs/{r}`."""
-    attempt: _builtins.int
-    fence: _builtins.int
-    lease_token: _builtins.str
+    attempt: builtins.int
+    fence: builtins.int
+    lease_token: builtins.str
     def __init__(
         self,
         *,
-        run: _builtins.str = ...,
-        attempt: _builtins.int = ...,
-        fence: _builtins.int = ...,
-        lease_token: _builtins.str = ...,
+        run: builtins.str = ...,
+        attempt: builtins.int = ...,
+        fence: builtins.int = ...,
+        lease_token: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "fence", b"fence", "lease_token", b"lease_token", "run", b"run"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["attempt", b"attempt", "fence", b"fence", "lease_token", b"lease_token", "run", b"run"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___HeldAttempt: _TypeAlias = HeldAttempt  # noqa: Y015
+@typing.final
+class Heartbeat(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
-@_typing.final
-class Heartbeat(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SENT_US_FIELD_NUMBER: _builtins.int
-    LAST_SEQUENCE_FIELD_NUMBER: _builtins.int
-    HELD_COUNT_FIELD_NUMBER: _builtins.int
-    HELD_DIGEST_FIELD_NUMBER: _builtins.int
-    PROGRESS_FIELD_NUMBER: _builtins.int
-    HELD_FIELD_NUMBER: _builtins.int
-    HELD_COMPLETE_FIELD_NUMBER: _builtins.int
-    sent_us: _builtins.int
+    SENT_US_FIELD_NUMBER: builtins.int
+    LAST_SEQUENCE_FIELD_NUMBER: builtins.int
+    HELD_COUNT_FIELD_NUMBER: builtins.int
+    HELD_DIGEST_FIELD_NUMBER: builtins.int
+    PROGRESS_FIELD_NUMBER: builtins.int
+    HELD_FIELD_NUMBER: builtins.int
+    HELD_COMPLETE_FIELD_NUMBER: builtins.int
+    sent_us: builtins.int
     """The worker's monotonic clock when it sent this. `renewed` echoes it."""
-    last_sequence: _builtins.int
+    last_sequence: builtins.int
     """The `sequence` of the last response that it took."""
-    held_count: _builtins.int
+    held_count: builtins.int
     """What it held after that response: how many, and the sum, modulo 2^64, of the first 16 hexadecimal digits of each
     lease token read as a number.
     """
-    held_digest: _builtins.int
-    held_complete: _builtins.bool
-    @_builtins.property
-    def progress(self) -> _containers.RepeatedCompositeFieldContainer[Global___AttemptProgress]: ...
-    @_builtins.property
-    def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldAttempt]:
+    held_digest: builtins.int
+    held_complete: builtins.bool
+    @builtins.property
+    def progress(self) -> containers.RepeatedCompositeFieldContainer[AttemptProgress]: ...
+    @builtins.property
+    def held(self) -> containers.RepeatedCompositeFieldContainer[HeldAttempt]:
         """All that it holds, after `resync`; `held_complete` says that the list is meant."""
 
     def __init__(
         self,
         *,
-        sent_us: _builtins.int = ...,
-        last_sequence: _builtins.int = ...,
-        held_count: _builtins.int = ...,
-        held_digest: _builtins.int = ...,
-        progress: _abc.Iterable[Global___AttemptProgress] | None = ...,
-        held: _abc.Iterable[Global___HeldAttempt] | None = ...,
-        held_complete: _builtins.bool = ...,
+        sent_us: builtins.int = ...,
+        last_sequence: builtins.int = ...,
+        held_count: builtins.int = ...,
+        held_digest: builtins.int = ...,
+        progress: abc.Iterable[AttemptProgress] | None = ...,
+        held: abc.Iterable[HeldAttempt] | None = ...,
+        held_complete: builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "held_complete", b"held_complete", "held_count", b"held_count", "held_digest", b"held_digest", "last_sequence", b"last_sequence", "progress", b"progress", "sent_us", b"sent_us"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["held", b"held", "held_complete", b"held_complete", "held_count", b"held_count", "held_digest", b"held_digest", "last_sequence", b"last_sequence", "progress", b"progress", "sent_us", b"sent_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
+@typing.final
+class AttemptProgress(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
-@_typing.final
-class AttemptProgress(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    RUN_FIELD_NUMBER: _builtins.int
-    ATTEMPT_FIELD_NUMBER: _builtins.int
-    FENCE_FIELD_NUMBER: _builtins.int
-    LEASE_TOKEN_FIELD_NUMBER: _builtins.int
-    PERCENT_FIELD_NUMBER: _builtins.int
-    MESSAGE_FIELD_NUMBER: _builtins.int
-    CHECKPOINT_FIELD_NUMBER: _builtins.int
-    run: _builtins.str
-    attempt: _builtins.int
-    fence: _builtins.int
-    lease_token: _builtins.str
-    percent: _builtins.float
-    message: _builtins.str
-    checkpoint: _builtins.bytes
+    RUN_FIELD_NUMBER: builtins.int
+    ATTEMPT_FIELD_NUMBER: builtins.int
+    FENCE_FIELD_NUMBER: builtins.int
+    LEASE_TOKEN_FIELD_NUMBER: builtins.int
+    PERCENT_FIELD_NUMBER: builtins.int
+    MESSAGE_FIELD_NUMBER: builtins.int
+    CHECKPOINT_FIELD_NUMBER: builtins.int
+    run: builtins.str
+    attempt: builtins.int
+    fence: builtins.int
+    lease_token: builtins.str
+    percent: builtins.float
+    message: builtins.str
+    checkpoint: builtins.bytes
     def __init__(
         self,
         *,
-        run: _builtins.str = ...,
-        attempt: _builtins.int = ...,
-        fence: _builtins.int = ...,
-        lease_token: _builtins.str = ...,
-        percent: _builtins.float = ...,
-        message: _builtins.str = ...,
-        checkpoint: _builtins.bytes = ...,
+        run: builtins.str = ...,
+        attempt: builtins.int = ...,
+        fence: builtins.int = ...,
+        lease_token: builtins.str = ...,
+        percent: builtins.float = ...,
+        message: builtins.str = ...,
+        checkpoint: builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "checkpoint", b"checkpoint", "fence", b"fence", "lease_token", b"lease_token", "message", b"message", "percent", b"percent", "run", b"run"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["attempt", b"attempt", "checkpoint", b"checkpoint", "fence", b"fence", "lease_token", b"lease_token", "message", b"message", "percent", b"percent", "run", b"run"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___AttemptProgress: _TypeAlias = AttemptProgress  # noqa: Y015
+@typing.final
+class Outcome(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
-@_typing.final
-class Outcome(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    RUN_FIELD_NUMBER: _builtins.int
-    ATTEMPT_FIELD_NUMBER: _builtins.int
-    FENCE_FIELD_NUMBER: _builtins.int
-    LEASE_TOKEN_FIELD_NUMBER: _builtins.int
-    SUCCESS_FIELD_NUMBER: _builtins.int
-    FAILURE_FIELD_NUMBER: _builtins.int
-    CANCELLED_FIELD_NUMBER: _builtins.int
-    RELEASE_FIELD_NUMBER: _builtins.int
-    run: _builtins.str
-    attempt: _builtins.int
-    fence: _builtins.int
-    lease_token: _builtins.str
-    @_builtins.property
-    def success(self) -> Global___Success: ...
-    @_builtins.property
-    def failure(self) -> _job_pb2.Failure: ...
-    @_builtins.property
-    def cancelled(self) -> Global___Cancelled: ...
-    @_builtins.property
-    def release(self) -> Global___Release: ...
+    RUN_FIELD_NUMBER: builtins.int
+    ATTEMPT_FIELD_NUMBER: builtins.int
+    FENCE_FIELD_NUMBER: builtins.int
+    LEASE_TOKEN_FIELD_NUMBER: builtins.int
+    SUCCESS_FIELD_NUMBER: builtins.int
+    FAILURE_FIELD_NUMBER: builtins.int
+    CANCELLED_FIELD_NUMBER: builtins.int
+    RELEASE_FIELD_NUMBER: builtins.int
+    run: builtins.str
+    attempt: builtins.int
+    fence: builtins.int
+    lease_token: builtins.str
+    @builtins.property
+    def success(self) -> Success: ...
+    @builtins.property
+    def failure(self) -> job_pb2.Failure: ...
+    @builtins.property
+    def cancelled(self) -> Cancelled: ...
+    @builtins.property
+    def release(self) -> Release: ...
     def __init__(
         self,
         *,
-        run: _builtins.str = ...,
-        attempt: _builtins.int = ...,
-        fence: _builtins.int = ...,
-        lease_token: _builtins.str = ...,
-        success: Global___Success | None = ...,
-        failure: _job_pb2.Failure | None = ...,
-        cancelled: Global___Cancelled | None = ...,
-        release: Global___Release | None = ...,
+        run: builtins.str = ...,
+        attempt: builtins.int = ...,
+        fence: builtins.int = ...,
+        lease_token: builtins.str = ...,
+        success: Success | None = ...,
+        failure: job_pb2.Failure | None = ...,
+        cancelled: Cancelled | None = ...,
+        release: Release | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancelled", b"cancelled", "failure", b"failure", "release", b"release", "result", b"result", "success", b"success"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cancelled", b"cancelled", "failure", b"failure", "fence", b"fence", "lease_token", b"lease_token", "release", b"release", "result", b"result", "run", b"run", "success", b"success"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["cancelled", b"cancelled", "failure", b"failure", "release", b"release", "result", b"result", "success", b"success"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["attempt", b"attempt", "cancelled", b"cancelled", "failure", b"failure", "fence", b"fence", "lease_token", b"lease_token", "release", b"release", "result", b"result", "run", b"run", "success", b"success"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["success", "failure", "cancelled", "release"]  # noqa: Y015
-    _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
+    _WhichOneofReturnType_result: _TypeAlias = typing.Literal["success", "failure", "cancelled", "release"]  # noqa: Y015
+    _WhichOneofArgType_result: _TypeAlias = typing.Literal["result", b"result"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_result) -> _WhichOneofReturnType_result | None: ...
 
-Global___Outcome: _TypeAlias = Outcome  # noqa: Y015
+@typing.final
+class Success(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
-@_typing.final
-class Success(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    RESULT_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def result(self) -> _job_pb2.Payload: ...
+    RESULT_FIELD_NUMBER: builtins.int
+    @builtins.property
+    def result(self) -> job_pb2.Payload: ...
     def __init__(
         self,
         *,
-        result: _job_pb2.Payload | None = ...,
+        result: job_pb2.Payload | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["result", b"result"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["result", b"result"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Success: _TypeAlias = Success  # noqa: Y015
-
-@_typing.final
-class Cancelled(_message.Message):
+@typing.final
+class Cancelled(message.Message):
     """The work stopped because it was told to."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: descriptor.Descriptor
 
     def __init__(
         self,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
     _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Cancelled: _TypeAlias = Cancelled  # noqa: Y015
-
-@_typing.final
-class Release(_message.Message):
+@typing.final
+class Release(message.Message):
     """The work was not begun, or gives up at no cost in attempts."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: descriptor.Descriptor
 
-    NOT_BEFORE_DURATION_FIELD_NUMBER: _builtins.int
-    REASON_FIELD_NUMBER: _builtins.int
-    reason: _builtins.str
-    @_builtins.property
-    def not_before_duration(self) -> _duration_pb2.Duration:
+    NOT_BEFORE_DURATION_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    reason: builtins.str
+    @builtins.property
+    def not_before_duration(self) -> duration_pb2.Duration:
         """Not to be granted again before this has passed."""
 
     def __init__(
         self,
         *,
-        not_before_duration: _duration_pb2.Duration | None = ...,
-        reason: _builtins.str = ...,
+        not_before_duration: duration_pb2.Duration | None = ...,
+        reason: builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["not_before_duration", b"not_before_duration"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["not_before_duration", b"not_before_duration", "reason", b"reason"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["not_before_duration", b"not_before_duration"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["not_before_duration", b"not_before_duration", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Release: _TypeAlias = Release  # noqa: Y015
+@typing.final
+class Goodbye(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
-@_typing.final
-class Goodbye(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    REASON_FIELD_NUMBER: _builtins.int
-    reason: _builtins.str
+    REASON_FIELD_NUMBER: builtins.int
+    reason: builtins.str
     """No more grants, please. The stream goes on until everything held is recorded."""
     def __init__(
         self,
         *,
-        reason: _builtins.str = ...,
+        reason: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Goodbye: _TypeAlias = Goodbye  # noqa: Y015
+@typing.final
+class Welcome(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
-@_typing.final
-class Welcome(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
-    TIMER_ID_FIELD_NUMBER: _builtins.int
-    LEASE_DURATION_FIELD_NUMBER: _builtins.int
-    HEARTBEAT_INTERVAL_DURATION_FIELD_NUMBER: _builtins.int
-    MESSAGE_BYTES_MAX_FIELD_NUMBER: _builtins.int
-    protocol_version: _builtins.int
-    timer_id: _builtins.str
-    message_bytes_max: _builtins.int
-    @_builtins.property
-    def lease_duration(self) -> _duration_pb2.Duration:
+    PROTOCOL_VERSION_FIELD_NUMBER: builtins.int
+    TIMER_ID_FIELD_NUMBER: builtins.int
+    LEASE_DURATION_FIELD_NUMBER: builtins.int
+    HEARTBEAT_INTERVAL_DURATION_FIELD_NUMBER: builtins.int
+    MESSAGE_BYTES_MAX_FIELD_NUMBER: builtins.int
+    protocol_version: builtins.int
+    timer_id: builtins.str
+    message_bytes_max: builtins.int
+    @builtins.property
+    def lease_duration(self) -> duration_pb2.Duration:
         """The default one; a grant may say another."""
 
-    @_builtins.property
-    def heartbeat_interval_duration(self) -> _duration_pb2.Duration: ...
+    @builtins.property
+    def heartbeat_interval_duration(self) -> duration_pb2.Duration: ...
     def __init__(
         self,
         *,
-        protocol_version: _builtins.int = ...,
-        timer_id: _builtins.str = ...,
-        lease_duration: _duration_pb2.Duration | None = ...,
-        heartbeat_interval_duration: _duration_pb2.Duration | None = ...,
-        message_bytes_max: _builtins.int = ...,
+        protocol_version: builtins.int = ...,
+        timer_id: builtins.str = ...,
+        lease_duration: duration_pb2.Duration | None = ...,
+        heartbeat_interval_duration: duration_pb2.Duration | None = ...,
+        message_bytes_max: builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat_interval_duration", b"heartbeat_interval_duration", "lease_duration", b"lease_duration"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat_interval_duration", b"heartbeat_interval_duration", "lease_duration", b"lease_duration", "message_bytes_max", b"message_bytes_max", "protocol_version", b"protocol_version", "timer_id", b"timer_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["heartbeat_interval_duration", b"heartbeat_interval_duration", "lease_duration", b"lease_duration"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["heartbeat_interval_duration", b"heartbeat_interval_duration", "lease_duration", b"lease_duration", "message_bytes_max", b"message_bytes_max", "protocol_version", b"protocol_version", "timer_id", b"timer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Welcome: _TypeAlias = Welcome  # noqa: Y015
+@typing.final
+class Grant(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
-@_typing.final
-class Grant(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    RUN_FIELD_NUMBER: _builtins.int
-    ATTEMPT_FIELD_NUMBER: _builtins.int
-    FENCE_FIELD_NUMBER: _builtins.int
-    LEASE_TOKEN_FIELD_NUMBER: _builtins.int
-    SHARD_FIELD_NUMBER: _builtins.int
-    KIND_FIELD_NUMBER: _builtins.int
-    PAYLOAD_FIELD_NUMBER: _builtins.int
-    SCHEDULE_TIME_FIELD_NUMBER: _builtins.int
-    DUE_TIME_FIELD_NUMBER: _builtins.int
-    DEADLINE_TIME_FIELD_NUMBER: _builtins.int
-    LEASE_DURATION_FIELD_NUMBER: _builtins.int
-    TRACEPARENT_FIELD_NUMBER: _builtins.int
-    IDEMPOTENCY_KEY_FIELD_NUMBER: _builtins.int
-    CHECKPOINT_FIELD_NUMBER: _builtins.int
-    SCHEDULE_FIELD_NUMBER: _builtins.int
-    QUEUE_FIELD_NUMBER: _builtins.int
-    ATTEMPT_COUNT_MAX_FIELD_NUMBER: _builtins.int
-    LAST_FAILURE_FIELD_NUMBER: _builtins.int
-    run: _builtins.str
+    RUN_FIELD_NUMBER: builtins.int
+    ATTEMPT_FIELD_NUMBER: builtins.int
+    FENCE_FIELD_NUMBER: builtins.int
+    LEASE_TOKEN_FIELD_NUMBER: builtins.int
+    SHARD_FIELD_NUMBER: builtins.int
+    KIND_FIELD_NUMBER: builtins.int
+    PAYLOAD_FIELD_NUMBER: builtins.int
+    SCHEDULE_TIME_FIELD_NUMBER: builtins.int
+    DUE_TIME_FIELD_NUMBER: builtins.int
+    DEADLINE_TIME_FIELD_NUMBER: builtins.int
+    LEASE_DURATION_FIELD_NUMBER: builtins.int
+    TRACEPARENT_FIELD_NUMBER: builtins.int
+    IDEMPOTENCY_KEY_FIELD_NUMBER: builtins.int
+    CHECKPOINT_FIELD_NUMBER: builtins.int
+    SCHEDULE_FIELD_NUMBER: builtins.int
+    QUEUE_FIELD_NUMBER: builtins.int
+    ATTEMPT_COUNT_MAX_FIELD_NUMBER: builtins.int
+    LAST_FAILURE_FIELD_NUMBER: builtins.int
+    run: builtins.str
     """`tenants/{t}/runs/{r}`."""
-    attempt: _builtins.int
-    fence: _builtins.int
+    attempt: builtins.int
+    fence: builtins.int
     """Pass it downstream: later attempts of the run, and later runs of the same schedule, have a higher one."""
-    lease_token: _builtins.str
+    lease_token: builtins.str
     """Opaque. Every renewal and outcome carries it."""
-    shard: _builtins.int
-    kind: _builtins.str
-    traceparent: _builtins.str
-    idempotency_key: _builtins.str
+    shard: builtins.int
+    kind: builtins.str
+    traceparent: builtins.str
+    idempotency_key: builtins.str
     """The same for all attempts of the run."""
-    checkpoint: _builtins.bytes
+    checkpoint: builtins.bytes
     """From the attempt before."""
-    schedule: _builtins.str
+    schedule: builtins.str
     """`tenants/{t}/schedules/{s}`, empty for a direct run."""
-    queue: _builtins.str
-    attempt_count_max: _builtins.int
-    @_builtins.property
-    def payload(self) -> _job_pb2.Payload: ...
-    @_builtins.property
-    def schedule_time(self) -> _timestamp_pb2.Timestamp: ...
-    @_builtins.property
-    def due_time(self) -> _timestamp_pb2.Timestamp: ...
-    @_builtins.property
-    def deadline_time(self) -> _timestamp_pb2.Timestamp:
+    queue: builtins.str
+    attempt_count_max: builtins.int
+    @builtins.property
+    def payload(self) -> job_pb2.Payload: ...
+    @builtins.property
+    def schedule_time(self) -> timestamp_pb2.Timestamp: ...
+    @builtins.property
+    def due_time(self) -> timestamp_pb2.Timestamp: ...
+    @builtins.property
+    def deadline_time(self) -> timestamp_pb2.Timestamp:
         """The attempt ends by itself at this instant, at the latest."""
 
-    @_builtins.property
-    def lease_duration(self) -> _duration_pb2.Duration:
+    @builtins.property
+    def lease_duration(self) -> duration_pb2.Duration:
         """When it is not the `welcome`'s."""
 
-    @_builtins.property
-    def last_failure(self) -> _job_pb2.Failure: ...
+    @builtins.property
+    def last_failure(self) -> job_pb2.Failure: ...
     def __init__(
         self,
         *,
-        run: _builtins.str = ...,
-        attempt: _builtins.int = ...,
-        fence: _builtins.int = ...,
-        lease_token: _builtins.str = ...,
-        shard: _builtins.int = ...,
-        kind: _builtins.str = ...,
-        payload: _job_pb2.Payload | None = ...,
-        schedule_time: _timestamp_pb2.Timestamp | None = ...,
-        due_time: _timestamp_pb2.Timestamp | None = ...,
-        deadline_time: _timestamp_pb2.Timestamp | None = ...,
-        lease_duration: _duration_pb2.Duration | None = ...,
-        traceparent: _builtins.str = ...,
-        idempotency_key: _builtins.str = ...,
-        checkpoint: _builtins.bytes = ...,
-        schedule: _builtins.str = ...,
-        queue: _builtins.str = ...,
-        attempt_count_max: _builtins.int = ...,
-        last_failure: _job_pb2.Failure | None = ...,
+        run: builtins.str = ...,
+        attempt: builtins.int = ...,
+        fence: builtins.int = ...,
+        lease_token: builtins.str = ...,
+        shard: builtins.int = ...,
+        kind: builtins.str = ...,
+        payload: job_pb2.Payload | None = ...,
+        schedule_time: timestamp_pb2.Timestamp | None = ...,
+        due_time: timestamp_pb2.Timestamp | None = ...,
+        deadline_time: timestamp_pb2.Timestamp | None = ...,
+        lease_duration: duration_pb2.Duration | None = ...,
+        traceparent: builtins.str = ...,
+        idempotency_key: builtins.str = ...,
+        checkpoint: builtins.bytes = ...,
+        schedule: builtins.str = ...,
+        queue: builtins.str = ...,
+        attempt_count_max: builtins.int = ...,
+        last_failure: job_pb2.Failure | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["deadline_time", b"deadline_time", "due_time", b"due_time", "last_failure", b"last_failure", "lease_duration", b"lease_duration", "payload", b"payload", "schedule_time", b"schedule_time"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "attempt_count_max", b"attempt_count_max", "checkpoint", b"checkpoint", "deadline_time", b"deadline_time", "due_time", b"due_time", "fence", b"fence", "idempotency_key", b"idempotency_key", "kind", b"kind", "last_failure", b"last_failure", "lease_duration", b"lease_duration", "lease_token", b"lease_token", "payload", b"payload", "queue", b"queue", "run", b"run", "schedule", b"schedule", "schedule_time", b"schedule_time", "shard", b"shard", "traceparent", b"traceparent"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["deadline_time", b"deadline_time", "due_time", b"due_time", "last_failure", b"last_failure", "lease_duration", b"lease_duration", "payload", b"payload", "schedule_time", b"schedule_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["attempt", b"attempt", "attempt_count_max", b"attempt_count_max", "checkpoint", b"checkpoint", "deadline_time", b"deadline_time", "due_time", b"due_time", "fence", b"fence", "idempotency_key", b"idempotency_key", "kind", b"kind", "last_failure", b"last_failure", "lease_duration", b"lease_duration", "lease_token", b"lease_token", "payload", b"payload", "queue", b"queue", "run", b"run", "schedule", b"schedule", "schedule_time", b"schedule_time", "shard", b"shard", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Grant: _TypeAlias = Grant  # noqa: Y015
-
-@_typing.final
-class Renewed(_message.Message):
+@typing.final
+class Renewed(message.Message):
     """The leases of these shards that were granted up to `sequence` are renewed, counted from `sent_us`."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: descriptor.Descriptor
 
-    SENT_US_FIELD_NUMBER: _builtins.int
-    SEQUENCE_FIELD_NUMBER: _builtins.int
-    SHARDS_FIELD_NUMBER: _builtins.int
-    sent_us: _builtins.int
-    sequence: _builtins.int
-    @_builtins.property
-    def shards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    SENT_US_FIELD_NUMBER: builtins.int
+    SEQUENCE_FIELD_NUMBER: builtins.int
+    SHARDS_FIELD_NUMBER: builtins.int
+    sent_us: builtins.int
+    sequence: builtins.int
+    @builtins.property
+    def shards(self) -> containers.RepeatedScalarFieldContainer[builtins.int]: ...
     def __init__(
         self,
         *,
-        sent_us: _builtins.int = ...,
-        sequence: _builtins.int = ...,
-        shards: _abc.Iterable[_builtins.int] | None = ...,
+        sent_us: builtins.int = ...,
+        sequence: builtins.int = ...,
+        shards: abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["sent_us", b"sent_us", "sequence", b"sequence", "shards", b"shards"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["sent_us", b"sent_us", "sequence", b"sequence", "shards", b"shards"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Renewed: _TypeAlias = Renewed  # noqa: Y015
-
-@_typing.final
-class Refusal(_message.Message):
+@typing.final
+class Refusal(message.Message):
     """An outcome, or an attempt that was announced, that this timer does not take."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: descriptor.Descriptor
 
     class _Reason:
-        ValueType = _typing.NewType("ValueType", _builtins.int)
+        ValueType = typing.NewType("ValueType", builtins.int)
         V: _TypeAlias = ValueType  # noqa: Y015
 
-    class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[Refusal._Reason.ValueType], _builtins.type):
-        DESCRIPTOR: _descriptor.EnumDescriptor
+    class _ReasonEnumTypeWrapper(enum_type_wrapper._EnumTypeWrapper[Refusal._Reason.ValueType], builtins.type):
+        DESCRIPTOR: descriptor.EnumDescriptor
         REASON_UNSPECIFIED: Refusal._Reason.ValueType  # 0
         REASON_SUPERSEDED: Refusal._Reason.ValueType  # 1
         """The lease is not the caller's any more: stop, drop it, do not send it again."""
@@ -615,352 +587,326 @@ class Refusal(_message.Message):
     REASON_MOVED: Refusal.Reason.ValueType  # 2
     """The shard has another owner: send it there."""
 
-    RUN_FIELD_NUMBER: _builtins.int
-    ATTEMPT_FIELD_NUMBER: _builtins.int
-    LEASE_TOKEN_FIELD_NUMBER: _builtins.int
-    REASON_FIELD_NUMBER: _builtins.int
-    MESSAGE_FIELD_NUMBER: _builtins.int
-    run: _builtins.str
-    attempt: _builtins.int
-    lease_token: _builtins.str
-    reason: Global___Refusal.Reason.ValueType
-    message: _builtins.str
+    RUN_FIELD_NUMBER: builtins.int
+    ATTEMPT_FIELD_NUMBER: builtins.int
+    LEASE_TOKEN_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    MESSAGE_FIELD_NUMBER: builtins.int
+    run: builtins.str
+    attempt: builtins.int
+    lease_token: builtins.str
+    reason: Refusal.Reason.ValueType
+    message: builtins.str
     def __init__(
         self,
         *,
-        run: _builtins.str = ...,
-        attempt: _builtins.int = ...,
-        lease_token: _builtins.str = ...,
-        reason: Global___Refusal.Reason.ValueType = ...,
-        message: _builtins.str = ...,
+        run: builtins.str = ...,
+        attempt: builtins.int = ...,
+        lease_token: builtins.str = ...,
+        reason: Refusal.Reason.ValueType = ...,
+        message: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "lease_token", b"lease_token", "message", b"message", "reason", b"reason", "run", b"run"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["attempt", b"attempt", "lease_token", b"lease_token", "message", b"message", "reason", b"reason", "run", b"run"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Refusal: _TypeAlias = Refusal  # noqa: Y015
+@typing.final
+class Cancel(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
-@_typing.final
-class Cancel(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    RUN_FIELD_NUMBER: _builtins.int
-    ATTEMPT_FIELD_NUMBER: _builtins.int
-    LEASE_TOKEN_FIELD_NUMBER: _builtins.int
-    REASON_FIELD_NUMBER: _builtins.int
-    GRACE_DURATION_FIELD_NUMBER: _builtins.int
-    run: _builtins.str
-    attempt: _builtins.int
-    lease_token: _builtins.str
-    reason: _builtins.str
-    @_builtins.property
-    def grace_duration(self) -> _duration_pb2.Duration:
+    RUN_FIELD_NUMBER: builtins.int
+    ATTEMPT_FIELD_NUMBER: builtins.int
+    LEASE_TOKEN_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    GRACE_DURATION_FIELD_NUMBER: builtins.int
+    run: builtins.str
+    attempt: builtins.int
+    lease_token: builtins.str
+    reason: builtins.str
+    @builtins.property
+    def grace_duration(self) -> duration_pb2.Duration:
         """After it, the lease is taken away."""
 
     def __init__(
         self,
         *,
-        run: _builtins.str = ...,
-        attempt: _builtins.int = ...,
-        lease_token: _builtins.str = ...,
-        reason: _builtins.str = ...,
-        grace_duration: _duration_pb2.Duration | None = ...,
+        run: builtins.str = ...,
+        attempt: builtins.int = ...,
+        lease_token: builtins.str = ...,
+        reason: builtins.str = ...,
+        grace_duration: duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["grace_duration", b"grace_duration"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "grace_duration", b"grace_duration", "lease_token", b"lease_token", "reason", b"reason", "run", b"run"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["grace_duration", b"grace_duration"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["attempt", b"attempt", "grace_duration", b"grace_duration", "lease_token", b"lease_token", "reason", b"reason", "run", b"run"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Cancel: _TypeAlias = Cancel  # noqa: Y015
+@typing.final
+class Drain(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
-@_typing.final
-class Drain(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    REASON_FIELD_NUMBER: _builtins.int
-    reason: _builtins.str
+    REASON_FIELD_NUMBER: builtins.int
+    reason: builtins.str
     """No more grants come on this stream. Go on until everything held is recorded, then close it."""
     def __init__(
         self,
         *,
-        reason: _builtins.str = ...,
+        reason: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Drain: _TypeAlias = Drain  # noqa: Y015
+@typing.final
+class AcquireLeasesRequest(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
-@_typing.final
-class AcquireLeasesRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    WORKER_ID_FIELD_NUMBER: _builtins.int
-    QUEUES_FIELD_NUMBER: _builtins.int
-    TENANTS_FIELD_NUMBER: _builtins.int
-    KINDS_FIELD_NUMBER: _builtins.int
-    LEASE_COUNT_MAX_FIELD_NUMBER: _builtins.int
-    WAIT_DURATION_MAX_FIELD_NUMBER: _builtins.int
-    HOST_FIELD_NUMBER: _builtins.int
-    worker_id: _builtins.str
-    lease_count_max: _builtins.int
+    WORKER_ID_FIELD_NUMBER: builtins.int
+    QUEUES_FIELD_NUMBER: builtins.int
+    TENANTS_FIELD_NUMBER: builtins.int
+    KINDS_FIELD_NUMBER: builtins.int
+    LEASE_COUNT_MAX_FIELD_NUMBER: builtins.int
+    WAIT_DURATION_MAX_FIELD_NUMBER: builtins.int
+    HOST_FIELD_NUMBER: builtins.int
+    worker_id: builtins.str
+    lease_count_max: builtins.int
     """Default 1, at most 1,000."""
-    host: _builtins.str
-    @_builtins.property
-    def queues(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
-    @_builtins.property
-    def tenants(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
-    @_builtins.property
-    def kinds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
-    @_builtins.property
-    def wait_duration_max(self) -> _duration_pb2.Duration:
+    host: builtins.str
+    @builtins.property
+    def queues(self) -> containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    @builtins.property
+    def tenants(self) -> containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    @builtins.property
+    def kinds(self) -> containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    @builtins.property
+    def wait_duration_max(self) -> duration_pb2.Duration:
         """Default 0, at most 30 s."""
 
     def __init__(
         self,
         *,
-        worker_id: _builtins.str = ...,
-        queues: _abc.Iterable[_builtins.str] | None = ...,
-        tenants: _abc.Iterable[_builtins.str] | None = ...,
-        kinds: _abc.Iterable[_builtins.str] | None = ...,
-        lease_count_max: _builtins.int = ...,
-        wait_duration_max: _duration_pb2.Duration | None = ...,
-        host: _builtins.str = ...,
+        worker_id: builtins.str = ...,
+        queues: abc.Iterable[builtins.str] | None = ...,
+        tenants: abc.Iterable[builtins.str] | None = ...,
+        kinds: abc.Iterable[builtins.str] | None = ...,
+        lease_count_max: builtins.int = ...,
+        wait_duration_max: duration_pb2.Duration | None = ...,
+        host: builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["wait_duration_max", b"wait_duration_max"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "kinds", b"kinds", "lease_count_max", b"lease_count_max", "queues", b"queues", "tenants", b"tenants", "wait_duration_max", b"wait_duration_max", "worker_id", b"worker_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["wait_duration_max", b"wait_duration_max"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["host", b"host", "kinds", b"kinds", "lease_count_max", b"lease_count_max", "queues", b"queues", "tenants", b"tenants", "wait_duration_max", b"wait_duration_max", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___AcquireLeasesRequest: _TypeAlias = AcquireLeasesRequest  # noqa: Y015
+@typing.final
+class AcquireLeasesResponse(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
-@_typing.final
-class AcquireLeasesResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    GRANTS_FIELD_NUMBER: _builtins.int
-    LEASE_DURATION_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def grants(self) -> _containers.RepeatedCompositeFieldContainer[Global___Grant]: ...
-    @_builtins.property
-    def lease_duration(self) -> _duration_pb2.Duration:
+    GRANTS_FIELD_NUMBER: builtins.int
+    LEASE_DURATION_FIELD_NUMBER: builtins.int
+    @builtins.property
+    def grants(self) -> containers.RepeatedCompositeFieldContainer[Grant]: ...
+    @builtins.property
+    def lease_duration(self) -> duration_pb2.Duration:
         """Count two thirds of it from the receipt of this answer."""
 
     def __init__(
         self,
         *,
-        grants: _abc.Iterable[Global___Grant] | None = ...,
-        lease_duration: _duration_pb2.Duration | None = ...,
+        grants: abc.Iterable[Grant] | None = ...,
+        lease_duration: duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["lease_duration", b"lease_duration"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["grants", b"grants", "lease_duration", b"lease_duration"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["lease_duration", b"lease_duration"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["grants", b"grants", "lease_duration", b"lease_duration"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___AcquireLeasesResponse: _TypeAlias = AcquireLeasesResponse  # noqa: Y015
+@typing.final
+class RenewLeaseRequest(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
-@_typing.final
-class RenewLeaseRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    RUN_FIELD_NUMBER: _builtins.int
-    ATTEMPT_FIELD_NUMBER: _builtins.int
-    LEASE_TOKEN_FIELD_NUMBER: _builtins.int
-    PERCENT_FIELD_NUMBER: _builtins.int
-    MESSAGE_FIELD_NUMBER: _builtins.int
-    CHECKPOINT_FIELD_NUMBER: _builtins.int
-    run: _builtins.str
-    attempt: _builtins.int
-    lease_token: _builtins.str
-    percent: _builtins.float
-    message: _builtins.str
-    checkpoint: _builtins.bytes
+    RUN_FIELD_NUMBER: builtins.int
+    ATTEMPT_FIELD_NUMBER: builtins.int
+    LEASE_TOKEN_FIELD_NUMBER: builtins.int
+    PERCENT_FIELD_NUMBER: builtins.int
+    MESSAGE_FIELD_NUMBER: builtins.int
+    CHECKPOINT_FIELD_NUMBER: builtins.int
+    run: builtins.str
+    attempt: builtins.int
+    lease_token: builtins.str
+    percent: builtins.float
+    message: builtins.str
+    checkpoint: builtins.bytes
     def __init__(
         self,
         *,
-        run: _builtins.str = ...,
-        attempt: _builtins.int = ...,
-        lease_token: _builtins.str = ...,
-        percent: _builtins.float = ...,
-        message: _builtins.str = ...,
-        checkpoint: _builtins.bytes = ...,
+        run: builtins.str = ...,
+        attempt: builtins.int = ...,
+        lease_token: builtins.str = ...,
+        percent: builtins.float = ...,
+        message: builtins.str = ...,
+        checkpoint: builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "checkpoint", b"checkpoint", "lease_token", b"lease_token", "message", b"message", "percent", b"percent", "run", b"run"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["attempt", b"attempt", "checkpoint", b"checkpoint", "lease_token", b"lease_token", "message", b"message", "percent", b"percent", "run", b"run"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___RenewLeaseRequest: _TypeAlias = RenewLeaseRequest  # noqa: Y015
+@typing.final
+class RenewLeaseResponse(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
-@_typing.final
-class RenewLeaseResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    LEASE_DURATION_FIELD_NUMBER: _builtins.int
-    CANCEL_REQUESTED_FIELD_NUMBER: _builtins.int
-    cancel_requested: _builtins.bool
+    LEASE_DURATION_FIELD_NUMBER: builtins.int
+    CANCEL_REQUESTED_FIELD_NUMBER: builtins.int
+    cancel_requested: builtins.bool
     """The run is to stop."""
-    @_builtins.property
-    def lease_duration(self) -> _duration_pb2.Duration:
+    @builtins.property
+    def lease_duration(self) -> duration_pb2.Duration:
         """Counted from the moment when the request was sent."""
 
     def __init__(
         self,
         *,
-        lease_duration: _duration_pb2.Duration | None = ...,
-        cancel_requested: _builtins.bool = ...,
+        lease_duration: duration_pb2.Duration | None = ...,
+        cancel_requested: builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["lease_duration", b"lease_duration"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel_requested", b"cancel_requested", "lease_duration", b"lease_duration"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["lease_duration", b"lease_duration"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["cancel_requested", b"cancel_requested", "lease_duration", b"lease_duration"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___RenewLeaseResponse: _TypeAlias = RenewLeaseResponse  # noqa: Y015
+@typing.final
+class CompleteRunRequest(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
-@_typing.final
-class CompleteRunRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    RUN_FIELD_NUMBER: _builtins.int
-    ATTEMPT_FIELD_NUMBER: _builtins.int
-    LEASE_TOKEN_FIELD_NUMBER: _builtins.int
-    RESULT_FIELD_NUMBER: _builtins.int
-    CANCELLED_FIELD_NUMBER: _builtins.int
-    run: _builtins.str
-    attempt: _builtins.int
-    lease_token: _builtins.str
-    cancelled: _builtins.bool
+    RUN_FIELD_NUMBER: builtins.int
+    ATTEMPT_FIELD_NUMBER: builtins.int
+    LEASE_TOKEN_FIELD_NUMBER: builtins.int
+    RESULT_FIELD_NUMBER: builtins.int
+    CANCELLED_FIELD_NUMBER: builtins.int
+    run: builtins.str
+    attempt: builtins.int
+    lease_token: builtins.str
+    cancelled: builtins.bool
     """The work stopped because it was told to."""
-    @_builtins.property
-    def result(self) -> _job_pb2.Payload: ...
+    @builtins.property
+    def result(self) -> job_pb2.Payload: ...
     def __init__(
         self,
         *,
-        run: _builtins.str = ...,
-        attempt: _builtins.int = ...,
-        lease_token: _builtins.str = ...,
-        result: _job_pb2.Payload | None = ...,
-        cancelled: _builtins.bool = ...,
+        run: builtins.str = ...,
+        attempt: builtins.int = ...,
+        lease_token: builtins.str = ...,
+        result: job_pb2.Payload | None = ...,
+        cancelled: builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cancelled", b"cancelled", "lease_token", b"lease_token", "result", b"result", "run", b"run"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["result", b"result"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["attempt", b"attempt", "cancelled", b"cancelled", "lease_token", b"lease_token", "result", b"result", "run", b"run"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___CompleteRunRequest: _TypeAlias = CompleteRunRequest  # noqa: Y015
-
-@_typing.final
-class CompleteRunResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
+@typing.final
+class CompleteRunResponse(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
     def __init__(
         self,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
     _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___CompleteRunResponse: _TypeAlias = CompleteRunResponse  # noqa: Y015
+@typing.final
+class FailRunRequest(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
-@_typing.final
-class FailRunRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    RUN_FIELD_NUMBER: _builtins.int
-    ATTEMPT_FIELD_NUMBER: _builtins.int
-    LEASE_TOKEN_FIELD_NUMBER: _builtins.int
-    FAILURE_FIELD_NUMBER: _builtins.int
-    run: _builtins.str
-    attempt: _builtins.int
-    lease_token: _builtins.str
-    @_builtins.property
-    def failure(self) -> _job_pb2.Failure: ...
+    RUN_FIELD_NUMBER: builtins.int
+    ATTEMPT_FIELD_NUMBER: builtins.int
+    LEASE_TOKEN_FIELD_NUMBER: builtins.int
+    FAILURE_FIELD_NUMBER: builtins.int
+    run: builtins.str
+    attempt: builtins.int
+    lease_token: builtins.str
+    @builtins.property
+    def failure(self) -> job_pb2.Failure: ...
     def __init__(
         self,
         *,
-        run: _builtins.str = ...,
-        attempt: _builtins.int = ...,
-        lease_token: _builtins.str = ...,
-        failure: _job_pb2.Failure | None = ...,
+        run: builtins.str = ...,
+        attempt: builtins.int = ...,
+        lease_token: builtins.str = ...,
+        failure: job_pb2.Failure | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "failure", b"failure", "lease_token", b"lease_token", "run", b"run"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["failure", b"failure"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["attempt", b"attempt", "failure", b"failure", "lease_token", b"lease_token", "run", b"run"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___FailRunRequest: _TypeAlias = FailRunRequest  # noqa: Y015
-
-@_typing.final
-class FailRunResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
+@typing.final
+class FailRunResponse(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
     def __init__(
         self,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
     _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___FailRunResponse: _TypeAlias = FailRunResponse  # noqa: Y015
+@typing.final
+class ReleaseLeaseRequest(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
-@_typing.final
-class ReleaseLeaseRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    RUN_FIELD_NUMBER: _builtins.int
-    ATTEMPT_FIELD_NUMBER: _builtins.int
-    LEASE_TOKEN_FIELD_NUMBER: _builtins.int
-    NOT_BEFORE_DURATION_FIELD_NUMBER: _builtins.int
-    REASON_FIELD_NUMBER: _builtins.int
-    run: _builtins.str
-    attempt: _builtins.int
-    lease_token: _builtins.str
-    reason: _builtins.str
-    @_builtins.property
-    def not_before_duration(self) -> _duration_pb2.Duration: ...
+    RUN_FIELD_NUMBER: builtins.int
+    ATTEMPT_FIELD_NUMBER: builtins.int
+    LEASE_TOKEN_FIELD_NUMBER: builtins.int
+    NOT_BEFORE_DURATION_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    run: builtins.str
+    attempt: builtins.int
+    lease_token: builtins.str
+    reason: builtins.str
+    @builtins.property
+    def not_before_duration(self) -> duration_pb2.Duration: ...
     def __init__(
         self,
         *,
-        run: _builtins.str = ...,
-        attempt: _builtins.int = ...,
-        lease_token: _builtins.str = ...,
-        not_before_duration: _duration_pb2.Duration | None = ...,
-        reason: _builtins.str = ...,
+        run: builtins.str = ...,
+        attempt: builtins.int = ...,
+        lease_token: builtins.str = ...,
+        not_before_duration: duration_pb2.Duration | None = ...,
+        reason: builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["not_before_duration", b"not_before_duration"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "lease_token", b"lease_token", "not_before_duration", b"not_before_duration", "reason", b"reason", "run", b"run"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["not_before_duration", b"not_before_duration"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["attempt", b"attempt", "lease_token", b"lease_token", "not_before_duration", b"not_before_duration", "reason", b"reason", "run", b"run"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ReleaseLeaseRequest: _TypeAlias = ReleaseLeaseRequest  # noqa: Y015
-
-@_typing.final
-class ReleaseLeaseResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
+@typing.final
+class ReleaseLeaseResponse(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
     def __init__(
         self,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
     _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ReleaseLeaseResponse: _TypeAlias = ReleaseLeaseResponse  # noqa: Y015

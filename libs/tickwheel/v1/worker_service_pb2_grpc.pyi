@@ -3,24 +3,24 @@
 isort:skip_file
 """
 
-from collections import abc as _abc
-from grpc import aio as _aio
-from tickwheel.v1 import worker_service_pb2 as _worker_service_pb2
-import abc as _abc_1
-import grpc as _grpc
+from collections import abc as abc
+from grpc import aio as aio
+from tickwheel.v1 import worker_service_pb2 as worker_service_pb2
+import abc as abc_1
+import grpc as grpc
 import sys
-import typing as _typing
+import typing as typing
 
 if sys.version_info >= (3, 11):
     from typing import Self as _Self
 else:
     from typing_extensions import Self as _Self
 
-_T = _typing.TypeVar("_T")
+_T = typing.TypeVar("_T")
 
-class _MaybeAsyncIterator(_abc.AsyncIterator[_T], _abc.Iterator[_T], metaclass=_abc_1.ABCMeta): ...
+class _MaybeAsyncIterator(abc.AsyncIterator[_T], abc.Iterator[_T], metaclass=abc_1.ABCMeta): ...
 
-class _ServicerContext(_grpc.ServicerContext, _aio.ServicerContext):  # type: ignore[misc, type-arg]
+class _ServicerContext(grpc.ServicerContext, aio.ServicerContext):  # type: ignore[misc, type-arg]
     ...
 
 GRPC_GENERATED_VERSION: str
@@ -31,91 +31,91 @@ class WorkerServiceStub:
     Timers serve all of it. Coordinators serve the unary methods and forward each to the timer concerned.
     """
 
-    @_typing.overload
-    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
-    @_typing.overload
-    def __new__(cls, channel: _aio.Channel) -> WorkerServiceAsyncStub: ...
-    Work: _grpc.StreamStreamMultiCallable[_worker_service_pb2.WorkRequest, _worker_service_pb2.WorkResponse]
+    @typing.overload
+    def __new__(cls, channel: grpc.Channel) -> _Self: ...
+    @typing.overload
+    def __new__(cls, channel: aio.Channel) -> WorkerServiceAsyncStub: ...
+    Work: grpc.StreamStreamMultiCallable[worker_service_pb2.WorkRequest, worker_service_pb2.WorkResponse]
     """One stream for each pair of worker and timer. The first request carries `hello`, the first response `welcome`."""
-    AcquireLeases: _grpc.UnaryUnaryMultiCallable[_worker_service_pb2.AcquireLeasesRequest, _worker_service_pb2.AcquireLeasesResponse]
+    AcquireLeases: grpc.UnaryUnaryMultiCallable[worker_service_pb2.AcquireLeasesRequest, worker_service_pb2.AcquireLeasesResponse]
     """Leases for up to `lease_count_max` due runs; waits up to `wait_duration_max` for the first one."""
-    RenewLease: _grpc.UnaryUnaryMultiCallable[_worker_service_pb2.RenewLeaseRequest, _worker_service_pb2.RenewLeaseResponse]
+    RenewLease: grpc.UnaryUnaryMultiCallable[worker_service_pb2.RenewLeaseRequest, worker_service_pb2.RenewLeaseResponse]
     """FAILED_PRECONDITION (LEASE_SUPERSEDED) when the lease is no longer the caller's: stop working, do not retry."""
-    CompleteRun: _grpc.UnaryUnaryMultiCallable[_worker_service_pb2.CompleteRunRequest, _worker_service_pb2.CompleteRunResponse]
+    CompleteRun: grpc.UnaryUnaryMultiCallable[worker_service_pb2.CompleteRunRequest, worker_service_pb2.CompleteRunResponse]
     """Idempotent: said again, it gives the same answer."""
-    FailRun: _grpc.UnaryUnaryMultiCallable[_worker_service_pb2.FailRunRequest, _worker_service_pb2.FailRunResponse]
-    ReleaseLease: _grpc.UnaryUnaryMultiCallable[_worker_service_pb2.ReleaseLeaseRequest, _worker_service_pb2.ReleaseLeaseResponse]
+    FailRun: grpc.UnaryUnaryMultiCallable[worker_service_pb2.FailRunRequest, worker_service_pb2.FailRunResponse]
+    ReleaseLease: grpc.UnaryUnaryMultiCallable[worker_service_pb2.ReleaseLeaseRequest, worker_service_pb2.ReleaseLeaseResponse]
     """Hands the run back un-run. No attempt is spent."""
 
-@_typing.type_check_only
+@typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
     """How a worker gets leases and gives outcomes back. docs/worker-protocol.md is the page to read first.
     Timers serve all of it. Coordinators serve the unary methods and forward each to the timer concerned.
     """
 
-    def __init__(self, channel: _aio.Channel) -> None: ...
-    Work: _aio.StreamStreamMultiCallable[_worker_service_pb2.WorkRequest, _worker_service_pb2.WorkResponse]  # type: ignore[assignment]
+    def __init__(self, channel: aio.Channel) -> None: ...
+    Work: aio.StreamStreamMultiCallable[worker_service_pb2.WorkRequest, worker_service_pb2.WorkResponse]  # type: ignore[assignment]
     """One stream for each pair of worker and timer. The first request carries `hello`, the first response `welcome`."""
-    AcquireLeases: _aio.UnaryUnaryMultiCallable[_worker_service_pb2.AcquireLeasesRequest, _worker_service_pb2.AcquireLeasesResponse]  # type: ignore[assignment]
+    AcquireLeases: aio.UnaryUnaryMultiCallable[worker_service_pb2.AcquireLeasesRequest, worker_service_pb2.AcquireLeasesResponse]  # type: ignore[assignment]
     """Leases for up to `lease_count_max` due runs; waits up to `wait_duration_max` for the first one."""
-    RenewLease: _aio.UnaryUnaryMultiCallable[_worker_service_pb2.RenewLeaseRequest, _worker_service_pb2.RenewLeaseResponse]  # type: ignore[assignment]
+    RenewLease: aio.UnaryUnaryMultiCallable[worker_service_pb2.RenewLeaseRequest, worker_service_pb2.RenewLeaseResponse]  # type: ignore[assignment]
     """FAILED_PRECONDITION (LEASE_SUPERSEDED) when the lease is no longer the caller's: stop working, do not retry."""
-    CompleteRun: _aio.UnaryUnaryMultiCallable[_worker_service_pb2.CompleteRunRequest, _worker_service_pb2.CompleteRunResponse]  # type: ignore[assignment]
+    CompleteRun: aio.UnaryUnaryMultiCallable[worker_service_pb2.CompleteRunRequest, worker_service_pb2.CompleteRunResponse]  # type: ignore[assignment]
     """Idempotent: said again, it gives the same answer."""
-    FailRun: _aio.UnaryUnaryMultiCallable[_worker_service_pb2.FailRunRequest, _worker_service_pb2.FailRunResponse]  # type: ignore[assignment]
-    ReleaseLease: _aio.UnaryUnaryMultiCallable[_worker_service_pb2.ReleaseLeaseRequest, _worker_service_pb2.ReleaseLeaseResponse]  # type: ignore[assignment]
+    FailRun: aio.UnaryUnaryMultiCallable[worker_service_pb2.FailRunRequest, worker_service_pb2.FailRunResponse]  # type: ignore[assignment]
+    ReleaseLease: aio.UnaryUnaryMultiCallable[worker_service_pb2.ReleaseLeaseRequest, worker_service_pb2.ReleaseLeaseResponse]  # type: ignore[assignment]
     """Hands the run back un-run. No attempt is spent."""
 
-class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
+class WorkerServiceServicer(metaclass=abc_1.ABCMeta):
     """How a worker gets leases and gives outcomes back. docs/worker-protocol.md is the page to read first.
     Timers serve all of it. Coordinators serve the unary methods and forward each to the timer concerned.
     """
 
-    @_abc_1.abstractmethod
+    @abc_1.abstractmethod
     def Work(
         self,
-        request_iterator: _MaybeAsyncIterator[_worker_service_pb2.WorkRequest],
+        request_iterator: _MaybeAsyncIterator[worker_service_pb2.WorkRequest],
         context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_worker_service_pb2.WorkResponse], _abc.AsyncIterator[_worker_service_pb2.WorkResponse]]:
+    ) -> typing.Union[abc.Iterator[worker_service_pb2.WorkResponse], abc.AsyncIterator[worker_service_pb2.WorkResponse]]:
         """One stream for each pair of worker and timer. The first request carries `hello`, the first response `welcome`."""
 
-    @_abc_1.abstractmethod
+    @abc_1.abstractmethod
     def AcquireLeases(
         self,
-        request: _worker_service_pb2.AcquireLeasesRequest,
+        request: worker_service_pb2.AcquireLeasesRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_worker_service_pb2.AcquireLeasesResponse, _abc.Awaitable[_worker_service_pb2.AcquireLeasesResponse]]:
+    ) -> typing.Union[worker_service_pb2.AcquireLeasesResponse, abc.Awaitable[worker_service_pb2.AcquireLeasesResponse]]:
         """Leases for up to `lease_count_max` due runs; waits up to `wait_duration_max` for the first one."""
 
-    @_abc_1.abstractmethod
+    @abc_1.abstractmethod
     def RenewLease(
         self,
-        request: _worker_service_pb2.RenewLeaseRequest,
+        request: worker_service_pb2.RenewLeaseRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_worker_service_pb2.RenewLeaseResponse, _abc.Awaitable[_worker_service_pb2.RenewLeaseResponse]]:
+    ) -> typing.Union[worker_service_pb2.RenewLeaseResponse, abc.Awaitable[worker_service_pb2.RenewLeaseResponse]]:
         """FAILED_PRECONDITION (LEASE_SUPERSEDED) when the lease is no longer the caller's: stop working, do not retry."""
 
-    @_abc_1.abstractmethod
+    @abc_1.abstractmethod
     def CompleteRun(
         self,
-        request: _worker_service_pb2.CompleteRunRequest,
+        request: worker_service_pb2.CompleteRunRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_worker_service_pb2.CompleteRunResponse, _abc.Awaitable[_worker_service_pb2.CompleteRunResponse]]:
+    ) -> typing.Union[worker_service_pb2.CompleteRunResponse, abc.Awaitable[worker_service_pb2.CompleteRunResponse]]:
         """Idempotent: said again, it gives the same answer."""
 
-    @_abc_1.abstractmethod
+    @abc_1.abstractmethod
     def FailRun(
         self,
-        request: _worker_service_pb2.FailRunRequest,
+        request: worker_service_pb2.FailRunRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_worker_service_pb2.FailRunResponse, _abc.Awaitable[_worker_service_pb2.FailRunResponse]]: ...
+    ) -> typing.Union[worker_service_pb2.FailRunResponse, abc.Awaitable[worker_service_pb2.FailRunResponse]]: ...
 
-    @_abc_1.abstractmethod
+    @abc_1.abstractmethod
     def ReleaseLease(
         self,
-        request: _worker_service_pb2.ReleaseLeaseRequest,
+        request: worker_service_pb2.ReleaseLeaseRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_worker_service_pb2.ReleaseLeaseResponse, _abc.Awaitable[_worker_service_pb2.ReleaseLeaseResponse]]:
+    ) -> typing.Union[worker_service_pb2.ReleaseLeaseResponse, abc.Awaitable[worker_service_pb2.ReleaseLeaseResponse]]:
         """Hands the run back un-run. No attempt is spent."""
 
-def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: typing.Union[grpc.Server, aio.Server]) -> None: ...

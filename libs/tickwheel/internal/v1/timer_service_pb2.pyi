@@ -3,101 +3,93 @@
 isort:skip_file
 """
 
-from collections import abc as _abc
-from google.protobuf import descriptor as _descriptor
-from google.protobuf import message as _message
-from google.protobuf.internal import containers as _containers
-import builtins as _builtins
+from collections import abc as abc
+from google.protobuf import descriptor as descriptor
+from google.protobuf import message as message
+from google.protobuf.internal import containers as containers
+import builtins as builtins
 import sys
-import typing as _typing
+import typing as typing
 
 if sys.version_info >= (3, 11):
     from typing import TypeAlias as _TypeAlias, Never as _Never
 else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
-DESCRIPTOR: _descriptor.FileDescriptor
+DESCRIPTOR: descriptor.FileDescriptor
 
-@_typing.final
-class NudgeRequest(_message.Message):
+@typing.final
+class NudgeRequest(message.Message):
     """Timer rows that were committed, column by column: one value a row in each column."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: descriptor.Descriptor
 
-    SHARDS_FIELD_NUMBER: _builtins.int
-    REFS_FIELD_NUMBER: _builtins.int
-    DUE_TIMES_US_FIELD_NUMBER: _builtins.int
-    refs: _builtins.bytes
+    SHARDS_FIELD_NUMBER: builtins.int
+    REFS_FIELD_NUMBER: builtins.int
+    DUE_TIMES_US_FIELD_NUMBER: builtins.int
+    refs: builtins.bytes
     """16 bytes a row."""
-    @_builtins.property
-    def shards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    @_builtins.property
-    def due_times_us(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @builtins.property
+    def shards(self) -> containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @builtins.property
+    def due_times_us(self) -> containers.RepeatedScalarFieldContainer[builtins.int]: ...
     def __init__(
         self,
         *,
-        shards: _abc.Iterable[_builtins.int] | None = ...,
-        refs: _builtins.bytes = ...,
-        due_times_us: _abc.Iterable[_builtins.int] | None = ...,
+        shards: abc.Iterable[builtins.int] | None = ...,
+        refs: builtins.bytes = ...,
+        due_times_us: abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["due_times_us", b"due_times_us", "refs", b"refs", "shards", b"shards"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["due_times_us", b"due_times_us", "refs", b"refs", "shards", b"shards"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___NudgeRequest: _TypeAlias = NudgeRequest  # noqa: Y015
-
-@_typing.final
-class NudgeResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
+@typing.final
+class NudgeResponse(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
     def __init__(
         self,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
     _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___NudgeResponse: _TypeAlias = NudgeResponse  # noqa: Y015
+@typing.final
+class NudgeCancelRequest(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
-@_typing.final
-class NudgeCancelRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SHARDS_FIELD_NUMBER: _builtins.int
-    RUNS_FIELD_NUMBER: _builtins.int
-    runs: _builtins.bytes
+    SHARDS_FIELD_NUMBER: builtins.int
+    RUNS_FIELD_NUMBER: builtins.int
+    runs: builtins.bytes
     """16 bytes a row."""
-    @_builtins.property
-    def shards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @builtins.property
+    def shards(self) -> containers.RepeatedScalarFieldContainer[builtins.int]: ...
     def __init__(
         self,
         *,
-        shards: _abc.Iterable[_builtins.int] | None = ...,
-        runs: _builtins.bytes = ...,
+        shards: abc.Iterable[builtins.int] | None = ...,
+        runs: builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["runs", b"runs", "shards", b"shards"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["runs", b"runs", "shards", b"shards"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___NudgeCancelRequest: _TypeAlias = NudgeCancelRequest  # noqa: Y015
-
-@_typing.final
-class NudgeCancelResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
+@typing.final
+class NudgeCancelResponse(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
 
     def __init__(
         self,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
     _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___NudgeCancelResponse: _TypeAlias = NudgeCancelResponse  # noqa: Y015

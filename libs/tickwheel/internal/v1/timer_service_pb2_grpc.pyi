@@ -3,24 +3,24 @@
 isort:skip_file
 """
 
-from collections import abc as _abc
-from grpc import aio as _aio
-from tickwheel.internal.v1 import timer_service_pb2 as _timer_service_pb2
-import abc as _abc_1
-import grpc as _grpc
+from collections import abc as abc
+from grpc import aio as aio
+from tickwheel.internal.v1 import timer_service_pb2 as timer_service_pb2
+import abc as abc_1
+import grpc as grpc
 import sys
-import typing as _typing
+import typing as typing
 
 if sys.version_info >= (3, 11):
     from typing import Self as _Self
 else:
     from typing_extensions import Self as _Self
 
-_T = _typing.TypeVar("_T")
+_T = typing.TypeVar("_T")
 
-class _MaybeAsyncIterator(_abc.AsyncIterator[_T], _abc.Iterator[_T], metaclass=_abc_1.ABCMeta): ...
+class _MaybeAsyncIterator(abc.AsyncIterator[_T], abc.Iterator[_T], metaclass=abc_1.ABCMeta): ...
 
-class _ServicerContext(_grpc.ServicerContext, _aio.ServicerContext):  # type: ignore[misc, type-arg]
+class _ServicerContext(grpc.ServicerContext, aio.ServicerContext):  # type: ignore[misc, type-arg]
     ...
 
 GRPC_GENERATED_VERSION: str
@@ -29,42 +29,42 @@ GRPC_VERSION: str
 class TimerServiceStub:
     """What coordinators tell timers. Everything here only saves time: a message that is lost costs at most a sweep."""
 
-    @_typing.overload
-    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
-    @_typing.overload
-    def __new__(cls, channel: _aio.Channel) -> TimerServiceAsyncStub: ...
-    Nudge: _grpc.UnaryUnaryMultiCallable[_timer_service_pb2.NudgeRequest, _timer_service_pb2.NudgeResponse]
+    @typing.overload
+    def __new__(cls, channel: grpc.Channel) -> _Self: ...
+    @typing.overload
+    def __new__(cls, channel: aio.Channel) -> TimerServiceAsyncStub: ...
+    Nudge: grpc.UnaryUnaryMultiCallable[timer_service_pb2.NudgeRequest, timer_service_pb2.NudgeResponse]
     """Rows that were committed with a due time inside the loaded horizon."""
-    NudgeCancel: _grpc.UnaryUnaryMultiCallable[_timer_service_pb2.NudgeCancelRequest, _timer_service_pb2.NudgeCancelResponse]
+    NudgeCancel: grpc.UnaryUnaryMultiCallable[timer_service_pb2.NudgeCancelRequest, timer_service_pb2.NudgeCancelResponse]
     """Runs whose lease rows say that they are to be cancelled: the owner tells their workers."""
 
-@_typing.type_check_only
+@typing.type_check_only
 class TimerServiceAsyncStub(TimerServiceStub):
     """What coordinators tell timers. Everything here only saves time: a message that is lost costs at most a sweep."""
 
-    def __init__(self, channel: _aio.Channel) -> None: ...
-    Nudge: _aio.UnaryUnaryMultiCallable[_timer_service_pb2.NudgeRequest, _timer_service_pb2.NudgeResponse]  # type: ignore[assignment]
+    def __init__(self, channel: aio.Channel) -> None: ...
+    Nudge: aio.UnaryUnaryMultiCallable[timer_service_pb2.NudgeRequest, timer_service_pb2.NudgeResponse]  # type: ignore[assignment]
     """Rows that were committed with a due time inside the loaded horizon."""
-    NudgeCancel: _aio.UnaryUnaryMultiCallable[_timer_service_pb2.NudgeCancelRequest, _timer_service_pb2.NudgeCancelResponse]  # type: ignore[assignment]
+    NudgeCancel: aio.UnaryUnaryMultiCallable[timer_service_pb2.NudgeCancelRequest, timer_service_pb2.NudgeCancelResponse]  # type: ignore[assignment]
     """Runs whose lease rows say that they are to be cancelled: the owner tells their workers."""
 
-class TimerServiceServicer(metaclass=_abc_1.ABCMeta):
+class TimerServiceServicer(metaclass=abc_1.ABCMeta):
     """What coordinators tell timers. Everything here only saves time: a message that is lost costs at most a sweep."""
 
-    @_abc_1.abstractmethod
+    @abc_1.abstractmethod
     def Nudge(
         self,
-        request: _timer_service_pb2.NudgeRequest,
+        request: timer_service_pb2.NudgeRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_timer_service_pb2.NudgeResponse, _abc.Awaitable[_timer_service_pb2.NudgeResponse]]:
+    ) -> typing.Union[timer_service_pb2.NudgeResponse, abc.Awaitable[timer_service_pb2.NudgeResponse]]:
         """Rows that were committed with a due time inside the loaded horizon."""
 
-    @_abc_1.abstractmethod
+    @abc_1.abstractmethod
     def NudgeCancel(
         self,
-        request: _timer_service_pb2.NudgeCancelRequest,
+        request: timer_service_pb2.NudgeCancelRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_timer_service_pb2.NudgeCancelResponse, _abc.Awaitable[_timer_service_pb2.NudgeCancelResponse]]:
+    ) -> typing.Union[timer_service_pb2.NudgeCancelResponse, abc.Awaitable[timer_service_pb2.NudgeCancelResponse]]:
         """Runs whose lease rows say that they are to be cancelled: the owner tells their workers."""
 
-def add_TimerServiceServicer_to_server(servicer: TimerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+def add_TimerServiceServicer_to_server(servicer: TimerServiceServicer, server: typing.Union[grpc.Server, aio.Server]) -> None: ...
