@@ -68,6 +68,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy tests proto/generate.py
 	$(BIN)/lint-imports
 	$(BIN)/python proto/generate.py --image $(IMAGE)
 	$(BIN)/buf lint $(IMAGE) --config proto/buf.yaml

@@ -52,7 +52,7 @@ def server(folder: Path, postgres_bin_folder: Path | None) -> Iterator[EmbeddedP
 
 def scalar(url: str, statement: str) -> object:
     with psycopg.connect(url, autocommit=True) as connection:
-        row = connection.execute(statement).fetchone()  # type: ignore[call-overload]
+        row = connection.execute(statement).fetchone()
     assert row is not None
     return row[0]
 
