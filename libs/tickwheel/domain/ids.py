@@ -1,0 +1,66 @@
+"""Names and ids.
+
+A run's id is 128 bits: retention class (4) | UTC day of creation (16) | shard (12) | random (96), written as 32
+hexadecimal digits. The leading 20 bits choose the partition that holds the run, so a point read touches one partition,
+and the shard says which timer owns it. A schedule's uid is 128 random bits.
+"""
+
+import re
+from typing import NewType
+
+RunId = NewType("RunId", bytes)
+ScheduleUid = NewType("ScheduleUid", bytes)
+
+USER_ID_PATTERN = re.compile(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?")
+KIND_PATTERN = re.compile(r"[a-zA-Z0-9_.:/-]{1,128}")
+RUN_ID_PATTERN = re.compile(r"[0-9a-f]{32}")
+
+SHARD_COUNT_MAX = 4096
+RETENTION_CLASS_MAX = 15
+DAY_US = 86_400_000_000
+DEFAULT_RETENTION_CLASS = 0
+
+NO_UUID = bytes(16)
+
+
+def run_id_prefix(retention_class: int, day: int, shard: int) -> int:
+    """The first 32 bits of a run's id. `day` counts from 1970-01-01."""
+    assert 0 <= retention_class <= RETENTION_CLASS_MAX
+    assert 0 <= day < 1 << 16
+    assert 0 <= shard < SHARD_COUNT_MAX
+    return (retention_class << 28) | (day << 12) | shard
+
+
+def run_id(retention_class: int, day: int, shard: int, random_96: bytes) -> RunId:
+    """A new run's id; `random_96` are 12 random bytes."""
+    assert len(random_96) == 12
+    return RunId(run_id_prefix(retention_class, day, shard).to_bytes(4, "big") + random_96)
+
+
+def run_retention_class(run: bytes) -> int:
+    return run[0] >> 4
+
+
+def run_day(run: bytes) -> int:
+    return (int.from_bytes(run[:4], "big") >> 12) & 0xFFFF
+
+
+def run_shard(run: bytes) -> int:
+    return int.from_bytes(run[2:4], "big") & 0xFFF
+
+
+def parse_run_id(text: str) -> RunId | None:
+    """The id behind 32 hexadecimal digits, or None where the text is no such id."""
+    return RunId(bytes.fromhex(text)) if RUN_ID_PATTERN.fullmatch(text) else None
+
+
+def tenant_name(tenant: str) -> str:
+    return f"tenants/{tenant}"
+
+
+def schedule_name(tenant: str, schedule: str) -> str:
+    return f"tenants/{tenant}/schedules/{schedule}"
+
+
+def run_name(tenant: str, run: bytes) -> str:
+    return f"tenants/{tenant}/runs/{run.hex()}"
