@@ -1,4 +1,4 @@
-"""The bits of `timer.flags` and `lease.flags`: what a ready queue and a grant must know without reading the spec."""
+"""The bits of `timer.flags` and `lease.flags`: what a grant must know without reading the spec."""
 
 # Bits 0 to 2: the schedule's overlap policy (OverlapPolicy's numbers), 0 for a direct run.
 OVERLAP_MASK = 0b111

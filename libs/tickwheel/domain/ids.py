@@ -1,8 +1,8 @@
 """Names and ids.
 
-A run's id is 128 bits: retention class (4) | UTC day of creation (16) | shard (12) | random (96), written as 32
-hexadecimal digits. The leading 20 bits choose the partition that holds the run, so a point read touches one partition,
-and the shard says which timer owns it. A schedule's uid is 128 random bits.
+A run's id is 128 bits: retention class (4) | UTC day of creation (16) | shard (12) | random (96), written
+as 32 hexadecimal digits. The leading 20 bits choose the partition that holds the run, so a point read
+touches one partition, and the shard says which timer owns it. A schedule's uid is 128 random bits.
 """
 
 import re

@@ -1,6 +1,6 @@
 """When a failed attempt is tried again."""
 
-from tickwheel.domain.job import BACKOFF_MS_MAX, Failure, RetryPolicy
+from tickwheel.domain.job import BACKOFF_MS_MAX, MULTIPLIER_MAX, Failure, RetryPolicy
 
 
 def backoff_ms(policy: RetryPolicy, failure_count: int) -> int:
@@ -9,14 +9,9 @@ def backoff_ms(policy: RetryPolicy, failure_count: int) -> int:
     initial × multiplier ** (failure_count - 1), at most `backoff_ms_max`.
     """
     assert failure_count >= 1
-    if policy.multiplier <= 1.0:
-        return min(policy.initial_backoff_ms, policy.backoff_ms_max)
-    # Beyond 64 doublings every float is far over the cap; the exponent is bounded so that pow cannot overflow.
-    growth = (
-        policy.multiplier ** min(failure_count - 1, 64) if policy.multiplier <= 1e3 else float(BACKOFF_MS_MAX)
-    )
-    if failure_count == 1:
-        growth = 1.0
+    assert 1.0 <= policy.multiplier <= MULTIPLIER_MAX
+    # After 64 doublings the cap is long reached; the exponent is bounded so that the power cannot overflow.
+    growth = policy.multiplier ** min(failure_count - 1, 64)
     return int(min(policy.initial_backoff_ms * growth, policy.backoff_ms_max))
 
 

@@ -1,7 +1,7 @@
 """The life of a run: its states, its events, and the one table that says which leads where.
 
-Stored states are these and no others. RUNNING and CANCELLING are not written on the run's own row: a lease row stands
-for them (with a cancel mark for CANCELLING), and the run's row catches up when the attempt ends.
+States are these and no others. RUNNING and CANCELLING are not written on the run's own row: a lease row
+stands for them (with a cancel mark for CANCELLING), and the run's row catches up when the attempt ends.
 """
 
 from collections.abc import Mapping

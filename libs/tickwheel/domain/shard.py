@@ -1,8 +1,8 @@
 """Which shard a key hashes to, and how epochs and fences are packed.
 
-epoch = incarnation (10 bits) | takings (25 bits); fence = epoch (35 bits) | grant (28 bits). So a fence is higher than
-every one that the shard gave before: under the same epoch, an older epoch, or an older incarnation of the cluster.
-An owner takes its shard again before the 28 bits of its epoch are used up.
+epoch = incarnation (10 bits) | takings (25 bits); fence = epoch (35 bits) | grant (28 bits). So a fence
+is higher than every one that the shard gave before: under the same epoch, an older epoch, or an older
+incarnation. An owner takes its shard again before the 28 bits of its epoch are used up.
 """
 
 from hashlib import blake2b

@@ -2,7 +2,7 @@
 -- 9223372036854775807 in a due_us stands for "never".
 
 CREATE TABLE cluster (
-    only boolean PRIMARY KEY DEFAULT true CHECK (only),
+    singleton boolean PRIMARY KEY DEFAULT true CHECK (singleton),
     cluster_id uuid NOT NULL,
     shard_count integer NOT NULL CHECK (shard_count BETWEEN 1 AND 4096),
     incarnation integer NOT NULL DEFAULT 0 CHECK (incarnation BETWEEN 0 AND 1023),
