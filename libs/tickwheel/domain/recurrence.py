@@ -73,6 +73,9 @@ class Pattern(Protocol):
     def take_local_newest(self, first_s: int, end_s: int, limit: int) -> list[int]:
         """The newest ``limit`` wall times in ``[first_s, end_s)``, ascending."""
 
+    def count_local(self, first_s: int, end_s: int, count_max: int) -> int:
+        """How many wall times lie in ``[first_s, end_s)``; may stop counting at ``count_max``."""
+
 
 class Source(Protocol):
     """Instants, ascending and distinct."""
@@ -85,6 +88,9 @@ class Source(Protocol):
 
     def take_newest(self, after_us: int, until_us: int, limit: int) -> list[int]:
         """The newest ``limit`` instants in ``(after_us, until_us]``, ascending."""
+
+    def count(self, after_us: int, until_us: int, count_max: int) -> int:
+        """How many instants lie in ``(after_us, until_us]``; may stop counting at ``count_max``."""
 
 
 class CronPattern:
@@ -139,6 +145,39 @@ class CronPattern:
                 break
         reversed_found.reverse()
         return reversed_found
+
+    def count_local(self, first_s: int, end_s: int, count_max: int) -> int:
+        times = self._times
+        first_day, first_time_s = divmod(max(first_s, DAY_MIN * DAY_S), DAY_S)
+        last_day, last_time_s = divmod(min(end_s, (DAY_MAX + 1) * DAY_S) - 1, DAY_S)
+        if first_day > last_day:
+            return 0
+        # Whole days, then less what lies before the first and after the last wall time.
+        count = self._count_days(first_day, last_day, 1 + count_max // len(times)) * len(times)
+        if self._next_day(first_day) == first_day:
+            count -= bisect_left(times, first_time_s)
+        if self._next_day(last_day) == last_day:
+            count -= len(times) - bisect_right(times, last_time_s)
+        return count
+
+    def _count_days(self, first_day: int, last_day: int, count_max: int) -> int:
+        """How many days match from the first to the last, month by month; may stop at two more than the
+        limit.
+        """
+        start = date.fromordinal(first_day + EPOCH_ORDINAL)
+        year, month = start.year, start.month
+        first = first_day - start.day + 1
+        bits, count = -1 << start.day, 0
+        while first <= last_day and count < count_max + 2:
+            length = month_length(year, month)
+            bits &= self._month_bits(year, month, length, (first + 4) % 7)
+            if first + length - 1 > last_day:
+                bits &= (1 << (last_day - first + 2)) - 1
+            count += bits.bit_count()
+            bits = -1
+            first += length
+            year, month = (year, month + 1) if month < 12 else (year + 1, 1)
+        return count
 
     def _month_bits(self, year: int, month: int, length: int, first_weekday: int) -> int:
         if not self._expression.month_mask >> month & 1:
@@ -323,6 +362,25 @@ class ZonedSource:
             end_s = start_s
         return [instant_s * SECOND_US for part in reversed(parts) for instant_s in part]
 
+    def count(self, after_us: int, until_us: int, count_max: int) -> int:
+        count = 0
+        first_s = max(after_us // SECOND_US + 1, INSTANT_S_MIN)
+        end_s = min(until_us // SECOND_US, INSTANT_S_MAX) + 1
+        while first_s < end_s and count < count_max:
+            segment = self.zone.segment(self.zone.index_at(first_s))
+            part_end_s = min(end_s, segment.end_s)
+            # What a gap adds lies within its own width after the change, and may fall on ordinary instants.
+            mixed_until_s = min(part_end_s, segment.start_s + segment.gap_size_s)
+            if segment.start_s <= -FOREVER_S or self._gap == "SKIP" or first_s >= mixed_until_s:
+                mixed_until_s = first_s
+            else:
+                count += len(self._within(segment, first_s, mixed_until_s, DAY_S, is_newest=False))
+            low_s, high_s = self._window(segment, mixed_until_s, part_end_s)
+            if low_s < high_s:
+                count += self.pattern.count_local(low_s, high_s, count_max - count)
+            first_s = part_end_s
+        return count
+
     def _within(
         self, segment: Segment, first_s: int, end_s: int, limit: int, *, is_newest: bool
     ) -> list[int]:
@@ -375,6 +433,9 @@ class IntervalSource:
     def take_newest(self, after_us: int, until_us: int, limit: int) -> list[int]:
         return list(self._range(after_us, until_us)[-limit:]) if limit else []
 
+    def count(self, after_us: int, until_us: int, count_max: int) -> int:
+        return len(self._range(after_us, until_us))
+
 
 class InstantsSource:
     """A list of instants."""
@@ -397,6 +458,9 @@ class InstantsSource:
         low = bisect_right(self.instants_us, after_us)
         high = bisect_right(self.instants_us, until_us)
         return self.instants_us[max(low, high - limit) : high]
+
+    def count(self, after_us: int, until_us: int, count_max: int) -> int:
+        return max(0, bisect_right(self.instants_us, until_us) - bisect_right(self.instants_us, after_us))
 
 
 class ExcludingSource:
@@ -447,6 +511,14 @@ class ExcludingSource:
             if count >= limit:
                 break
         return [instant_us for part in reversed(parts) for instant_us in part]
+
+    def count(self, after_us: int, until_us: int, count_max: int) -> int:
+        count = 0
+        for low_us, high_us in self._allowed(after_us, until_us):
+            count += self._source.count(low_us, high_us, count_max - count)
+            if count >= count_max:
+                break
+        return count
 
     def _allowed(self, after_us: int, until_us: int) -> list[tuple[int, int]]:
         """``(after_us, until_us]`` without the excluded stretches, as such intervals."""
