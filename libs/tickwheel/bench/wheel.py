@@ -1,4 +1,4 @@
-"""What the timing wheel costs: inserts, bytes, ticks, cancels. `python -m tickwheel.bench.wheel --json`.
+"""What the timing wheel and the ready queues cost. `python -m tickwheel.bench.wheel --json`.
 
 Each figure is the median of several repeats in one process, on one core.
 """
@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from tickwheel.services.timer.ready import ReadyQueues
 from tickwheel.services.timer.wheel import TimingWheel
 
 REPEATS = 5
@@ -125,6 +126,46 @@ def lease_costs() -> dict[str, float]:
     return {"arm_and_cancel_rows_per_s": batches * BATCH_ROWS / spent}
 
 
+def ready_rows_per_s(tenants: int, rows_each: int, take_rows: int) -> float:
+    """Rows pushed and taken a second: batches of `rows_each` for each tenant, emptied by takes."""
+    rows = tenants * rows_each
+    tenant = np.random.default_rng(1).permutation(np.repeat(np.arange(tenants, dtype=np.int32), rows_each))
+    handle, route, priority = np.arange(rows), np.ones(rows, np.int32), np.full(rows, 5, np.int8)
+    due = START_US + np.arange(rows)
+    queues, turns = ReadyQueues(), max(200_000 // rows, 1)
+    began = time.perf_counter()
+    for _ in range(turns):
+        queues.push(handle, route, tenant, priority, due)
+        while len(queues.take(take_rows, [1], None, START_US)):
+            pass
+    spent = time.perf_counter() - began
+    assert not queues.depth()
+    return turns * rows / spent
+
+
+def ready_backlog_take_us(tenants: int, take_rows: int) -> float:
+    """One take while a million rows wait in two routes and three priorities."""
+    rng = np.random.default_rng(1)
+    queues = ReadyQueues()
+    queues.push(
+        np.arange(TIMERS),
+        rng.integers(1, 3, TIMERS, np.int32),
+        rng.integers(0, tenants, TIMERS, np.int32),
+        rng.integers(4, 7, TIMERS, np.int8),
+        START_US + np.arange(TIMERS),
+    )
+    calls = []
+    for _ in range(100):
+        began = time.perf_counter()
+        queues.take(take_rows, [1, 2], None, START_US)
+        calls.append(time.perf_counter() - began)
+    return statistics.median(calls) * 1e6
+
+
+def median(measure: Callable[[], float]) -> float:
+    return statistics.median(measure() for _ in range(REPEATS))
+
+
 def run() -> dict[str, Any]:
     """All figures, by name; units in the names."""
     return {
@@ -137,6 +178,14 @@ def run() -> dict[str, Any]:
         **idle_costs(),
         **burst_costs(),
         **lease_costs(),
+        "ready_one_tenant_rows_per_s": median(lambda: ready_rows_per_s(1, 1_000, 1_000)),
+        "ready_two_tenants_rows_per_s": median(lambda: ready_rows_per_s(2, 1_000, 1_000)),
+        "ready_1000_tenants_of_10_rows_per_s": median(lambda: ready_rows_per_s(1_000, 10, 1_000)),
+        "ready_1000_tenants_of_3_rows_per_s": median(lambda: ready_rows_per_s(1_000, 3, 1_000)),
+        "ready_1000_tenants_of_1_rows_per_s": median(lambda: ready_rows_per_s(1_000, 1, 1_000)),
+        "ready_backlog_1_tenant_take_1000_us": ready_backlog_take_us(1, 1_000),
+        "ready_backlog_1000_tenants_take_1000_us": ready_backlog_take_us(1_000, 1_000),
+        "ready_backlog_1000_tenants_take_1_us": ready_backlog_take_us(1_000, 1),
     }
 
 
