@@ -1,7 +1,7 @@
 # The two commands of the README are `make up` and `make test`; both set everything up in .venv first.
 # A fresh machine needs Python 3.11 or newer, make, and nothing else.
 
-.PHONY: help setup up test soak bench lint format proto proto-baseline lock clean
+.PHONY: help setup up test soak bench lint format proto docs proto-baseline lock clean
 .DEFAULT_GOAL := help
 SHELL := /bin/sh
 
@@ -80,6 +80,10 @@ format: setup
 
 proto: setup
 	$(BIN)/python proto/generate.py
+
+docs: setup
+	@mkdir -p docs/reference
+	$(BIN)/python -c 'from tickwheel.runtime.config import settings_reference as r; print(r(), end="")' > docs/reference/settings.md
 
 # What `make lint` compares the contract with. Made anew with each release, never to make a complaint go away.
 proto-baseline: setup

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tickwheel.errors import TickwheelError
 
-class EmbeddedError(Exception):
+
+class EmbeddedError(TickwheelError):
     """An embedded part cannot be started or used. The message says what to do."""
 
 

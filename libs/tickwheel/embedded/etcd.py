@@ -80,6 +80,11 @@ class EmbeddedEtcd:
         return f"127.0.0.1:{self.client_port}"
 
     @property
+    def url(self) -> str:
+        """`http://127.0.0.1:PORT`, as our settings want it."""
+        return f"http://{self.endpoint}"
+
+    @property
     def pid(self) -> int | None:
         """None while it does not run."""
         return self._child.pid if self._child is not None and self._child.poll() is None else None
@@ -176,7 +181,7 @@ class EmbeddedEtcd:
 
     def _start_once(self, binary: Path, peer_port: int) -> None:
         require_free_port("etcd", self.client_port)
-        client_url, peer_url = f"http://{self.endpoint}", f"http://127.0.0.1:{peer_port}"
+        client_url, peer_url = self.url, f"http://127.0.0.1:{peer_port}"
         command = [
             str(binary),
             *("--name", "tickwheel", "--data-dir", str(self.folder / "data")),
@@ -197,7 +202,11 @@ class EmbeddedEtcd:
                 stdout=log,
                 stderr=log,
                 cwd=self.folder,
-                env={key: value for key, value in os.environ.items() if not key.startswith("ETCD_")},
+                env={
+                    key: value
+                    for key, value in os.environ.items()
+                    if not key.startswith("ETCD_") or key == "ETCD_UNSUPPORTED_ARCH"
+                },
                 pass_fds=(lock_fd,),
                 start_new_session=True,  # A Ctrl-C in the terminal is for our owner, who decides the order.
             )
