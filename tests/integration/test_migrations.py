@@ -121,7 +121,8 @@ def _insert_run(connection: psycopg.Connection, day: int, state: int, end_us: in
     made = uuid.UUID(bytes=bytes(run_id(0, day, 3, uuid.uuid4().bytes[:12])))
     connection.execute(
         "INSERT INTO run (id, template_id, version, schedule_us, create_us, due_us, end_us, tenant_id,"
-        " route_id, shard_id, cause, state, priority, attempt) VALUES (%s, 1, 0, 0, 0, 0, %s, 1, 1, 3, 5, %s, 0, 1)",
+        " route_id, shard_id, cause, state, priority, attempt)"
+        " VALUES (%s, 1, 0, 0, 0, 0, %s, 1, 1, 3, 5, %s, 0, 1)",
         (made, end_us, state),
     )
     return made

@@ -4,8 +4,8 @@
 bits of a run's id say both; `audit` has one a month.
 
 Creating is CREATE TABLE (LIKE …) and ATTACH, never CREATE … PARTITION OF: that one waits behind any reader,
-and all others wait behind it. Whatever needs a lock on the parent gives up after `lock_timeout_ms` and is tried
-in the next round.
+and all others wait behind it. Whatever needs a lock on the parent gives up after `lock_timeout_ms`, until the
+next round.
 
 Retention never loses a run that lives. A partition past its retention is emptied of what has ended in bounded
 steps; once no run in it waits, is held, is leased or has a dead letter, it is detached, looked at again, and

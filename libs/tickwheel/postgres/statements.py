@@ -1,4 +1,4 @@
-"""Named SQL: statements stand in `sql/*.sql`, each under a `-- name: x` line and a sentence on its promise."""
+"""Named SQL: statements stand in `sql/*.sql`, each under a `-- name: x` line and a sentence."""
 
 import re
 from functools import cache
