@@ -1,0 +1,341 @@
+"""How do attempts become calls of handlers, and their ends outcomes? On the handlers' event loop.
+
+Attempts come in batches from the streams' thread and outcomes go back in batches: one hand-over between the
+threads for each, because a hand-over costs as much as several runs. At most `capacity` handlers run at a
+time; what a timer granted beyond that (its credit had been lowered too late) waits here in order.
+
+Who may stop a handler, and what its outcome then is:
+
+    abandon   its lease lapsed or was taken away     whatever it gives is dropped
+    cancel    the run was cancelled                  Stopped, if it ends by CancelledError or Cancelled
+    hand back the worker stops and grace is over     Released, if it ends by CancelledError
+
+An async handler is stopped by cancelling its task. A thread cannot be stopped: its context says so, and its
+run is never handed back while it goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+from opentelemetry import trace
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from tickwheel.worker.attempt import Attempt, Failed, Outcome, Progress, Released, Stopped
+from tickwheel.worker.context import Cancelled, Context, SyncContext
+from tickwheel.worker.handlers import Handler, Handlers, Release, outcome_of_error, outcome_of_result
+
+OUTCOMES_BATCH_MAX = 512
+"""Outcomes are handed over when there are so many, or after `FLUSH_DELAY_S`."""
+
+FLUSH_DELAY_S = 0.001
+
+THREADS_MAX = 64
+
+_logger = structlog.get_logger("tickwheel.worker")
+_tracer = trace.get_tracer("tickwheel.worker")
+_propagator = TraceContextTextMapPropagator()
+
+
+@dataclass(slots=True)
+class ExecutorStats:
+    """Counters for metrics; only the handlers' loop writes them."""
+
+    started: int = 0
+    succeeded: int = 0
+    failed: int = 0
+    released: int = 0
+    cancelled: int = 0
+    abandoned: int = 0
+    loop_lag_s: float = 0.0
+    kinds_unknown: int = 0
+
+
+@dataclass(slots=True)
+class Work:
+    """One call of a handler."""
+
+    context: Context | SyncContext
+    task: asyncio.Task[None] | None
+    # What ends by CancelledError or Cancelled becomes this; None: nobody has asked it to stop.
+    stopped_as: Outcome | None = None
+    is_thread: bool = False
+    grace: asyncio.TimerHandle | None = field(default=None, repr=False)
+
+
+class Executor:
+    """Runs handlers on the event loop that is running when it is made.
+
+    report: takes a batch of (attempt, outcome); called on this loop. on_progress: called from any thread.
+    """
+
+    def __init__(
+        self,
+        handlers: Handlers,
+        *,
+        capacity: int,
+        report: Callable[[list[tuple[Attempt, Outcome]]], None],
+        on_progress: Callable[[Attempt, Progress], None],
+        threads_max: int = THREADS_MAX,
+    ) -> None:
+        self.stats = ExecutorStats()
+        self._handlers = handlers
+        self._capacity = capacity
+        self._report = report
+        self._on_progress = on_progress
+        self._threads_max = max(1, min(threads_max, capacity))
+        self._threads: ThreadPoolExecutor | None = None
+        self._loop = asyncio.get_running_loop()
+        self._running: dict[Attempt, Work] = {}
+        # Bounded by the credit that timers were given.
+        self._waiting: deque[Attempt] = deque()
+        self._finished: list[tuple[Attempt, Outcome]] = []
+        self._flush_handle: asyncio.TimerHandle | None = None
+        self._is_draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    # From the streams' thread.
+
+    def begin(self, attempts: list[Attempt]) -> None:
+        self._loop.call_soon_threadsafe(self._begin, attempts)
+
+    def cancel(self, cancels: list[tuple[Attempt, str, int]]) -> None:
+        self._loop.call_soon_threadsafe(self._cancel, cancels)
+
+    def abandon(self, abandoned: list[tuple[Attempt, str]]) -> None:
+        self._loop.call_soon_threadsafe(self._abandon, abandoned)
+
+    # On the loop.
+
+    @property
+    def running_count(self) -> int:
+        return len(self._running)
+
+    @property
+    def waiting_count(self) -> int:
+        return len(self._waiting)
+
+    def _begin(self, attempts: Iterable[Attempt]) -> None:
+        if self._is_draining:
+            for attempt in attempts:
+                self._give(attempt, Released("the worker stops"))
+            return
+        self._waiting.extend(attempts)
+        self._launch_waiting()
+
+    def _launch_waiting(self) -> None:
+        """Hot: a task a run."""
+        waiting = self._waiting
+        room = self._capacity - len(self._running)
+        while waiting and room > 0:
+            attempt = waiting.popleft()
+            kind = attempt.grant.kind
+            handler = self._handlers.get(kind)
+            if handler is None:
+                self.stats.kinds_unknown += 1
+                known = ", ".join(self._handlers.kinds()) or "none"
+                self._give(
+                    attempt,
+                    Failed("UnknownKind", f"this worker has no handler for {kind!r}; it has: {known}"),
+                )
+                continue
+            room -= 1
+            self._launch(attempt, handler)
+
+    def _launch(self, attempt: Attempt, handler: Handler) -> None:
+        self.stats.started += 1
+        if handler.is_async:
+            context = Context(attempt, self._on_progress)
+            work = Work(context, None)
+            run = self._run_async(attempt, work, handler, context)
+        else:
+            sync_context = SyncContext(attempt, self._on_progress)
+            work = Work(sync_context, None, is_thread=True)
+            run = self._run_sync(attempt, work, handler, sync_context)
+        self._running[attempt] = work
+        work.task = self._loop.create_task(run)
+
+    async def _run_async(self, attempt: Attempt, work: Work, handler: Handler, context: Context) -> None:
+        outcome: Outcome
+        try:
+            if attempt.grant.traceparent:
+                with _span(attempt):
+                    result = await handler.function(context)
+            else:
+                result = await handler.function(context)
+            outcome = outcome_of_result(result)
+        except asyncio.CancelledError as error:
+            outcome = work.stopped_as or outcome_of_error(error)
+        except Cancelled as error:
+            outcome = work.stopped_as or outcome_of_error(error)
+        except Release as release:
+            outcome = Released(release.reason, release.not_before_us)
+        except (Exception, SystemExit) as error:
+            outcome = outcome_of_error(error)
+        self._end(attempt, work, outcome)
+
+    async def _run_sync(self, attempt: Attempt, work: Work, handler: Handler, context: SyncContext) -> None:
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(self._threads_max, thread_name_prefix="tickwheel-handler")
+        call = contextvars.copy_context().run
+        future = self._loop.run_in_executor(self._threads, call, _call_sync, attempt, handler, context)
+        outcome: Outcome
+        try:
+            # Shielded: the task may be told to stop, but the thread goes on, and so does its slot.
+            outcome = await asyncio.shield(future)
+        except asyncio.CancelledError:
+            future.cancel()
+            raise
+        if isinstance(outcome, Stopped):
+            outcome = work.stopped_as or Failed(
+                "Cancelled", "the handler raised Cancelled though nobody asked"
+            )
+        self._end(attempt, work, outcome)
+
+    def _end(self, attempt: Attempt, work: Work, outcome: Outcome) -> None:
+        """Hot: once a run."""
+        del self._running[attempt]
+        if work.grace is not None:
+            work.grace.cancel()
+        self._give(attempt, outcome)
+        if self._waiting:
+            self._launch_waiting()
+        elif not self._running:
+            self._idle.set()
+
+    def _give(self, attempt: Attempt, outcome: Outcome) -> None:
+        finished = self._finished
+        finished.append((attempt, outcome))
+        if len(finished) >= OUTCOMES_BATCH_MAX:
+            self._flush()
+        elif self._flush_handle is None:
+            self._flush_handle = self._loop.call_later(FLUSH_DELAY_S, self._flush)
+
+    def _flush(self) -> None:
+        if self._flush_handle is not None:
+            self._flush_handle.cancel()
+            self._flush_handle = None
+        if self._finished:
+            finished, self._finished = self._finished, []
+            self._report(finished)
+
+    # Stopping handlers.
+
+    def _cancel(self, cancels: Iterable[tuple[Attempt, str, int]]) -> None:
+        for attempt, reason, grace_us in cancels:
+            work = self._running.get(attempt)
+            if work is None:
+                self._drop_waiting(attempt, Stopped())
+                continue
+            work.stopped_as = Stopped()
+            self._stop(work, reason or "the run was cancelled", grace_us / 1_000_000)
+
+    def _abandon(self, abandoned: Iterable[tuple[Attempt, str]]) -> None:
+        for attempt, why in abandoned:
+            self.stats.abandoned += 1
+            _logger.warning("attempt_abandoned", run=attempt.run, attempt=attempt.attempt, why=why)
+            work = self._running.get(attempt)
+            if work is None:
+                self._drop_waiting(attempt, None)
+                continue
+            work.stopped_as = Released(why)  # The sessions drop it.
+            self._stop(work, why, 0.0)
+
+    def _stop(self, work: Work, reason: str, grace_s: float) -> None:
+        """Tell the handler. A task that does not watch `cancelled` has no use for the grace."""
+        watches = work.context._stop(reason)
+        if work.is_thread or work.task is None:
+            return
+        if watches and grace_s > 0:
+            if work.grace is None:
+                work.grace = self._loop.call_later(grace_s, work.task.cancel)
+        else:
+            work.task.cancel()
+
+    def _drop_waiting(self, attempt: Attempt, outcome: Outcome | None) -> None:
+        try:
+            self._waiting.remove(attempt)
+        except ValueError:
+            return  # It has ended; its outcome is on its way.
+        if outcome is not None:
+            self._give(attempt, outcome)
+
+    # Stopping altogether.
+
+    def stop_taking(self) -> None:
+        """Start no more: what waits is handed back un-run, what runs goes on."""
+        self._is_draining = True
+        waiting, self._waiting = self._waiting, deque()
+        for attempt in waiting:
+            self._give(attempt, Released("the worker stops"))
+
+    async def wait_idle(self) -> None:
+        """Until no handler runs."""
+        while self._running:
+            self._idle.clear()
+            await self._idle.wait()
+        self._flush()
+
+    async def hand_back(self, stop_s: float) -> None:
+        """Stop the handlers that still run and hand their runs back.
+
+        A task that ends within `stop_s` is released. One that does not, and a thread that does not look at
+        `cancelled`, are left to their lease: they may not run here and elsewhere at a time.
+        """
+        for work in list(self._running.values()):
+            work.stopped_as = Released("the worker stopped before the work was done")
+            self._stop(work, "the worker stops", 0.0)
+        try:
+            async with asyncio.timeout(stop_s):
+                await self.wait_idle()
+        except TimeoutError:
+            for attempt in self._running:
+                _logger.warning("attempt_left_to_its_lease", run=attempt.run, attempt=attempt.attempt)
+        self._flush()
+
+    def close(self) -> None:
+        """Threads that still run are not waited for."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _call_sync(attempt: Attempt, handler: Handler, context: SyncContext) -> Outcome:
+    """In a thread of the pool."""
+    if context.stop_reason is not None:
+        return Stopped()
+    try:
+        if attempt.grant.traceparent:
+            with _span(attempt):
+                return outcome_of_result(handler.function(context))
+        return outcome_of_result(handler.function(context))
+    except Cancelled:
+        return Stopped()
+    except Release as release:
+        return Released(release.reason, release.not_before_us)
+    except (Exception, SystemExit) as error:
+        return outcome_of_error(error)
+
+
+def _span(attempt: Attempt) -> Any:
+    """The handler's span, child of the fire's. Entered and left in one task, so that no context is detached
+    elsewhere; without an SDK it costs nearly nothing, and it is made only for a run that is traced."""
+    parent = _propagator.extract({"traceparent": attempt.grant.traceparent})
+    return _tracer.start_as_current_span(
+        "tickwheel.run",
+        context=parent,
+        kind=trace.SpanKind.CONSUMER,
+        attributes={
+            "tickwheel.run": attempt.run,
+            "tickwheel.attempt": attempt.attempt,
+            "tickwheel.fence": attempt.fence,
+            "tickwheel.kind": attempt.grant.kind,
+        },
+    )
