@@ -12,16 +12,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from tickwheel.errors import Unavailable
+
 # --- Shard registry and election: errors ------------------------------------------------------------------
 #
-# RegistryError
+# RegistryError (an errors.Unavailable: to a caller, all of these mean "not now")
 # |- RegistryUnavailable   nothing is known of the call's effect; read again before acting
 # |- RegistryRefused       credentials or permissions; a person must mend the configuration
 # |- LeaderLost            the term that guarded the write is over; stop acting as leader
 # `- IdentityTaken         another process is registered under this node id; start again with a fresh one
 
 
-class RegistryError(Exception):
+class RegistryError(Unavailable):
     """The shard registry could not do what was asked."""
 
 

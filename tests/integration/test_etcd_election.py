@@ -14,6 +14,9 @@ from tests.integration.etcd_world import TTL_MS, Node, fresh_prefix, node_at, un
 from tickwheel.embedded.etcd import EmbeddedEtcd
 from tickwheel.ports import AssignmentWrite, ClusterFacts, LeaderLost
 
+# grpc.aio has one poller for the process, and complains when it outlives an event loop.
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
 
 def _leaders(*nodes: Node) -> list[Node]:
     return [node for node in nodes if node.election.term() is not None]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 from aetcd import rpc
 from tests.integration.etcd_proxy import EtcdProxy
 from tests.integration.etcd_world import TTL_MS, client_at, fresh_prefix, mono_us, node_at, running, until
 
 from tickwheel.etcd.lease import LeaseSettings, NodeLease
+
+# grpc.aio has one poller for the process, and complains when it outlives an event loop.
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 async def _revoke(node_lease: NodeLease, url: str) -> int:

@@ -17,6 +17,9 @@ from tickwheel.etcd.registry import EtcdRegistry
 from tickwheel.etcd.watch import Broken, Changed, Listed, Watch, WatchItem
 from tickwheel.ports import RegistryRefused, RegistrySnapshot, RegistryUnavailable, ViewChange
 
+# grpc.aio has one poller for the process, and complains when it outlives an event loop.
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
 
 class Reader:
     """What a reader of a watch believes."""
