@@ -1,4 +1,4 @@
-"""What the timing wheel and the ready queues cost. `python -m tickwheel.bench.wheel --json`.
+"""What the wheel, ready queues and entry store cost. `python -m tickwheel.bench.wheel --json`.
 
 Each figure is the median of several repeats in one process, on one core.
 """
@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from tickwheel.services.timer.entries import COLUMNS, EntryRows, EntryStore
 from tickwheel.services.timer.ready import ReadyQueues
 from tickwheel.services.timer.wheel import TimingWheel
 
@@ -162,6 +163,51 @@ def ready_backlog_take_us(tenants: int, take_rows: int) -> float:
     return statistics.median(calls) * 1e6
 
 
+def entry_pages() -> list[EntryRows]:
+    rng = np.random.default_rng(1)
+    store = EntryStore(rows_max=1)
+    pages = []
+    for _ in range(0, TIMERS, PAGE_ROWS):
+        columns = {name: np.ones(PAGE_ROWS, getattr(store, name).dtype) for name in COLUMNS}
+        for half in ("ref_hi", "ref_lo"):
+            columns[half] = rng.integers(0, 1 << 63, PAGE_ROWS).astype(np.uint64)
+        pages.append(EntryRows(**columns))
+    return pages
+
+
+def entry_costs() -> dict[str, float]:
+    """A million rows added in pages of the loader, looked up, asked whether they live, freed in batches."""
+    pages = entry_pages()
+    spent: dict[str, list[float]] = {"add": [], "lookup": [], "alive": [], "free": []}
+    page_ms_max = bytes_each = 0.0
+    for _ in range(REPEATS):
+        store, handles = EntryStore(rows_max=TIMERS, rows_initial=TIMERS), []
+        seconds = dict.fromkeys(spent, 0.0)
+        for page in pages:
+            began = time.perf_counter()
+            handles.append(store.add(page))
+            took = time.perf_counter() - began
+            seconds["add"] += took
+            page_ms_max = max(page_ms_max, took * 1e3)
+        bytes_each = store.nbytes / len(store)
+        for page in pages:
+            began = time.perf_counter()
+            store.lookup(page.ref_hi, page.ref_lo)
+            seconds["lookup"] += time.perf_counter() - began
+        for page_handles in handles:
+            began = time.perf_counter()
+            store.alive(page_handles)
+            seconds["alive"] += time.perf_counter() - began
+            began = time.perf_counter()
+            for batch in np.array_split(page_handles, PAGE_ROWS // BATCH_ROWS):
+                store.free(batch)
+            seconds["free"] += time.perf_counter() - began
+        for name, took in seconds.items():
+            spent[name].append(took)
+    rates = {f"entries_{name}_rows_per_s": TIMERS / statistics.median(took) for name, took in spent.items()}
+    return {**rates, "entries_bytes_per_row": bytes_each, "entries_add_page_ms_max": page_ms_max}
+
+
 def median(measure: Callable[[], float]) -> float:
     return statistics.median(measure() for _ in range(REPEATS))
 
@@ -178,6 +224,7 @@ def run() -> dict[str, Any]:
         **idle_costs(),
         **burst_costs(),
         **lease_costs(),
+        **entry_costs(),
         "ready_one_tenant_rows_per_s": median(lambda: ready_rows_per_s(1, 1_000, 1_000)),
         "ready_two_tenants_rows_per_s": median(lambda: ready_rows_per_s(2, 1_000, 1_000)),
         "ready_1000_tenants_of_10_rows_per_s": median(lambda: ready_rows_per_s(1_000, 10, 1_000)),
