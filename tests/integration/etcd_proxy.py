@@ -22,7 +22,8 @@ class EtcdProxy(grpc.GenericRpcHandler):
     calls: how often each was opened; open: how many are open now.
     """
 
-    def __init__(self, upstream: str) -> None:
+    def __init__(self, upstream: str, credentials: grpc.ServerCredentials | None = None) -> None:
+        self._credentials = credentials
         self.drop: set[str] = set()
         self.refuse: dict[str, grpc.StatusCode] = {}
         self.hold: dict[str, asyncio.Event] = {}
@@ -35,7 +36,10 @@ class EtcdProxy(grpc.GenericRpcHandler):
         self._channel = grpc.aio.insecure_channel(self._upstream)
         self._server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
         self._server.add_generic_rpc_handlers((self,))
-        self.port = self._server.add_insecure_port("127.0.0.1:0")
+        if self._credentials is None:
+            self.port = self._server.add_insecure_port("127.0.0.1:0")
+        else:
+            self.port = self._server.add_secure_port("127.0.0.1:0", self._credentials)
         await self._server.start()
         return self
 
@@ -51,16 +55,16 @@ class EtcdProxy(grpc.GenericRpcHandler):
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http{'s' if self._credentials else ''}://127.0.0.1:{self.port}"
 
     def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any]:
         method = details.method
         name = method.rpartition("/")[2]
 
-        async def forward(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        async def forward(requests: Any, context: Any) -> AsyncIterator[bytes]:
             self.calls[name] += 1
             self.open[name] += 1
-            call = None
+            call: Any = None
             try:
                 if name in self.refuse:
                     await context.abort(self.refuse[name], "injected")

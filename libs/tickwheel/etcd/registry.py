@@ -231,10 +231,13 @@ class EtcdRegistry:
 
     async def _epochs(self) -> dict[int, tuple[int, int]]:
         """Shard -> (epoch, mod revision)."""
-        listed = await list_keys(self._client, (self._keys.epochs,))
-        return {
-            int(self._keys.split(item.key)[1]): (int(item.value), item.mod_revision) for item in listed.items
-        }
+        known = {}
+        for item in (await list_keys(self._client, (self._keys.epochs,))).items:
+            try:
+                known[int(self._keys.split(item.key)[1])] = (int(item.value), item.mod_revision)
+            except ValueError as error:
+                log.error("etcd_value_unreadable", key=item.key, error=str(error))
+        return known
 
     async def incarnation(self) -> int:
         item = await self._get(self._keys.incarnation)
