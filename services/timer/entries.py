@@ -11,20 +11,19 @@ hash table in the same style: no Python object per row, bulk operations without 
 Nothing here grows past `rows_max` (I7): what does not fit stays in Postgres, where it is anyhow.
 """
 
-from dataclasses import dataclass, fields
-
 import numpy as np
 import numpy.typing as npt
 
-Int64s = npt.NDArray[np.int64]
-Int32s = npt.NDArray[np.int32]
-Int16s = npt.NDArray[np.int16]
-Int8s = npt.NDArray[np.int8]
-Uint64s = npt.NDArray[np.uint64]
-Bools = npt.NDArray[np.bool_]
-
-KIND_SCHEDULE = 1
-KIND_RUN = 2
+from tickwheel.domain.timer_rows import (
+    COLUMNS,
+    Bools,
+    Int8s,
+    Int16s,
+    Int32s,
+    Int64s,
+    TimerRows,
+    Uint64s,
+)
 
 MISSING = -1
 """The handle of what is not here; never alive."""
@@ -35,30 +34,14 @@ _SLOT_MASK = (1 << 32) - 1
 _GENERATION_MASK = (1 << 31) - 1
 
 
-@dataclass(frozen=True, slots=True)
-class EntryRows:
-    """Rows of the `timer` table as columns of one length; tenant and route are ints of this process."""
-
-    shard: Int16s
-    kind: Int8s
-    ref_hi: Uint64s
-    ref_lo: Uint64s
-    due_us: Int64s
-    version: Int64s
-    decided_us: Int64s
-    schedule_time_us: Int64s
-    trigger_id: Int64s
-    tenant: Int32s
-    route: Int32s
-    priority: Int8s
-    attempt: Int16s
-    flags: Int32s
-
-    def __len__(self) -> int:
-        return len(self.ref_lo)
-
-
-COLUMNS = tuple(field.name for field in fields(EntryRows))
+WORKING = {
+    "next_due_us": np.int64,
+    "next_schedule_us": np.int64,
+    "settle_us": np.int64,
+    "state": np.int8,
+    "tries": np.int8,
+}
+"""Columns that no row of the table has: the owner's plan for an entry, zero when it is added."""
 
 
 class EntryStore:
@@ -90,6 +73,16 @@ class EntryStore:
         self.priority: Int8s = np.zeros(capacity, np.int8)
         self.attempt: Int16s = np.zeros(capacity, np.int16)
         self.flags: Int32s = np.zeros(capacity, np.int32)
+        self.template_id: Int64s = np.zeros(capacity, np.int64)
+        self.schedule_hi: Uint64s = np.zeros(capacity, np.uint64)
+        self.schedule_lo: Uint64s = np.zeros(capacity, np.uint64)
+        self.misfire_ms: Int32s = np.zeros(capacity, np.int32)
+        self.countdown: Int32s = np.zeros(capacity, np.int32)
+        self.next_due_us: Int64s = np.zeros(capacity, np.int64)
+        self.next_schedule_us: Int64s = np.zeros(capacity, np.int64)
+        self.settle_us: Int64s = np.zeros(capacity, np.int64)
+        self.state: Int8s = np.zeros(capacity, np.int8)
+        self.tries: Int8s = np.zeros(capacity, np.int8)
         self._generation: Int32s = np.zeros(capacity, np.int32)
         self._free: Int32s = np.zeros(capacity, np.int32)
         """A stack of slots that were freed."""
@@ -109,7 +102,7 @@ class EntryStore:
     @property
     def nbytes(self) -> int:
         """Bytes of all columns and the index; they do not shrink."""
-        columns = sum(int(getattr(self, name).nbytes) for name in COLUMNS)
+        columns = sum(int(getattr(self, name).nbytes) for name in (*COLUMNS, *WORKING))
         return columns + self._generation.nbytes + self._free.nbytes + self._index.nbytes
 
     # ---- handles
@@ -149,7 +142,7 @@ class EntryStore:
         self._generation[slots] = (self._generation[slots] + 1) & _GENERATION_MASK
         return self._handles(slots)
 
-    def add(self, rows: EntryRows) -> Int64s:
+    def add(self, rows: TimerRows) -> Int64s:
         """Take rows in; gives the handles of the first ones, as many as fit.
 
         Whether a row is here already is the caller's to ask, by `lookup`: of two rows with one reference,
@@ -159,13 +152,15 @@ class EntryStore:
         slots, count = self.slot(handles), len(handles)
         for name in COLUMNS:
             getattr(self, name)[slots] = getattr(rows, name)[:count]
+        for name in WORKING:
+            getattr(self, name)[slots] = 0
         self._index.add(slots, self.ref_hi, self.ref_lo)
         return handles
 
-    def rows(self, handles: Int64s) -> EntryRows:
+    def rows(self, handles: Int64s) -> TimerRows:
         """Copies of the columns of these handles, which must be alive."""
         slots = self.slot(handles)
-        return EntryRows(**{name: getattr(self, name)[slots] for name in COLUMNS})
+        return TimerRows(**{name: getattr(self, name)[slots] for name in COLUMNS})
 
     def free(self, handles: Int64s) -> int:
         """Let rows go; gives how many. Handles that are dead already, or named twice, are passed over."""
@@ -181,6 +176,10 @@ class EntryStore:
         slots = self._index.find(ref_hi, ref_lo, self.ref_hi, self.ref_lo)
         return np.where(slots >= 0, self._handles(np.maximum(slots, 0)), MISSING)
 
+    def everything(self) -> Int64s:
+        """The handles of all rows; costs a look at every slot."""
+        return self._handles(np.flatnonzero(self._generation[: self._touched] & 1 == 1))
+
     def of_shards(self, shards: npt.ArrayLike) -> Int64s:
         """The handles of all rows of these shards; costs a look at every row."""
         used = slice(0, self._touched)
@@ -195,7 +194,7 @@ class EntryStore:
 
     def _grow(self, rows: int) -> None:
         capacity = min(max(2 * len(self._generation), rows), self.rows_max)
-        for name in (*COLUMNS, "_generation", "_free"):
+        for name in (*COLUMNS, *WORKING, "_generation", "_free"):
             old = getattr(self, name)
             new = np.zeros(capacity, old.dtype)
             new[: len(old)] = old

@@ -186,7 +186,8 @@ class LeaseTable:
         """When each lease may be given away, on the timer's monotonic clock."""
         stream = self.stream[slots]
         renewed = np.where(stream >= 0, self.renewed_mono_us[stream] + self.ttl_us[slots], 0)
-        return np.maximum(self.deadline_mono_us[slots], renewed)
+        deadlines: I64 = np.maximum(self.deadline_mono_us[slots], renewed)
+        return deadlines
 
     def detach(self, slots: I64) -> None:
         """The stream is gone, or does not hold them: what it renewed so far stays, and no more comes."""

@@ -5,17 +5,18 @@ import random
 import numpy as np
 import pytest
 
+from tickwheel.domain.timer_rows import COLUMNS, TimerRows
 from tickwheel.services.timer import entries
-from tickwheel.services.timer.entries import COLUMNS, MISSING, EntryRows, EntryStore
+from tickwheel.services.timer.entries import MISSING, EntryStore
 
 
-def rows_for(references: list[tuple[int, int]], rng: random.Random, shards: int = 8) -> EntryRows:
+def rows_for(references: list[tuple[int, int]], rng: random.Random, shards: int = 8) -> TimerRows:
     n = len(references)
 
     def ints(dtype: type[np.integer], low: int, high: int) -> np.ndarray:
         return np.array([rng.randrange(low, high) for _ in range(n)], dtype)
 
-    return EntryRows(
+    return TimerRows(
         shard=ints(np.int16, 0, shards),
         kind=ints(np.int8, 1, 3),
         ref_hi=np.array([hi for hi, _ in references], np.uint64),
@@ -30,10 +31,15 @@ def rows_for(references: list[tuple[int, int]], rng: random.Random, shards: int 
         priority=ints(np.int8, 0, 10),
         attempt=ints(np.int16, 0, 100),
         flags=ints(np.int32, 0, 1 << 30),
+        template_id=ints(np.int64, 0, 1 << 60),
+        schedule_hi=ints(np.uint64, 0, 1 << 60),
+        schedule_lo=ints(np.uint64, 0, 1 << 60),
+        misfire_ms=ints(np.int32, 0, 1 << 30),
+        countdown=ints(np.int32, -1, 1 << 30),
     )
 
 
-def row_at(rows: EntryRows, place: int) -> dict[str, int]:
+def row_at(rows: TimerRows, place: int) -> dict[str, int]:
     return {name: int(getattr(rows, name)[place]) for name in COLUMNS}
 
 
@@ -145,7 +151,7 @@ def test_a_hundred_thousand_random_references_are_found_through_doublings_and_ch
         end = start + 20_000
         columns = {name: np.repeat(getattr(template, name), 20_000) for name in COLUMNS}
         columns |= {"ref_hi": hi[start:end], "ref_lo": lo[start:end]}
-        assert len(store.add(EntryRows(**columns))) == 20_000
+        assert len(store.add(TimerRows(**columns))) == 20_000
         if end >= 80_000:
             oldest = slice(end - 80_000, end - 60_000)
             handles = store.lookup(hi[oldest], lo[oldest])

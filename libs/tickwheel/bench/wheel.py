@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from tickwheel.services.timer.entries import COLUMNS, EntryRows, EntryStore
+from tickwheel.domain.timer_rows import COLUMNS, TimerRows
+from tickwheel.services.timer.entries import EntryStore
 from tickwheel.services.timer.ready import ReadyQueues
 from tickwheel.services.timer.wheel import TimingWheel
 
@@ -163,7 +164,7 @@ def ready_backlog_take_us(tenants: int, take_rows: int) -> float:
     return statistics.median(calls) * 1e6
 
 
-def entry_pages() -> list[EntryRows]:
+def entry_pages() -> list[TimerRows]:
     rng = np.random.default_rng(1)
     store = EntryStore(rows_max=1)
     pages = []
@@ -171,7 +172,7 @@ def entry_pages() -> list[EntryRows]:
         columns = {name: np.ones(PAGE_ROWS, getattr(store, name).dtype) for name in COLUMNS}
         for half in ("ref_hi", "ref_lo"):
             columns[half] = rng.integers(0, 1 << 63, PAGE_ROWS).astype(np.uint64)
-        pages.append(EntryRows(**columns))
+        pages.append(TimerRows(**columns))
     return pages
 
 

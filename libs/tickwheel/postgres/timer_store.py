@@ -20,13 +20,13 @@ import psycopg
 from psycopg import sql
 from psycopg.pq import TransactionStatus
 
+from tickwheel.domain.timer_rows import TimerRows
 from tickwheel.errors import StoreUnavailable, TickwheelError
 from tickwheel.postgres import arrays, statements
 
 I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
 
-NEVER_US: Final = (1 << 63) - 1
 TAKE_LOCK_TIMEOUT_MS: Final = 500
 CONNECT_TIMEOUT_S: Final = 5
 
@@ -73,37 +73,6 @@ class Fence:
 
     shards: npt.NDArray[np.int16]
     epochs: I64
-
-
-@dataclass(slots=True)
-class TimerRows:
-    """Rows of `timer`, one array a column."""
-
-    shard: npt.NDArray[np.int16]
-    kind: npt.NDArray[np.int16]
-    ref_hi: U64
-    ref_lo: U64
-    due_us: I64
-    version: I64
-    decided_us: I64
-    schedule_us: I64
-    trigger: I64
-    template: I64
-    schedule_hi: U64
-    schedule_lo: U64
-    tenant: npt.NDArray[np.int32]
-    route: npt.NDArray[np.int32]
-    flags: npt.NDArray[np.int32]
-    misfire_ms: npt.NDArray[np.int32]
-    countdown: npt.NDArray[np.int32]
-    priority: npt.NDArray[np.int16]
-    attempt: npt.NDArray[np.int16]
-
-    def __len__(self) -> int:
-        return len(self.due_us)
-
-    def take(self, mask: npt.NDArray[Any]) -> "TimerRows":
-        return TimerRows(*(getattr(self, name)[mask] for name in self.__dataclass_fields__))
 
 
 @dataclass(slots=True)
@@ -603,12 +572,12 @@ class TimerStore:
 
 
 def _timer_rows(wire: list[bytes | None]) -> TimerRows:
-    columns: list[Any] = [arrays.read_int2(wire[0]), arrays.read_int2(wire[1])]
+    columns: list[Any] = [arrays.read_int2(wire[0]), arrays.read_int2(wire[1]).astype(np.int8)]
     columns += arrays.read_uuid(wire[2])
     columns += [arrays.read_int8(column) for column in wire[3:9]]
     columns += arrays.read_uuid(wire[9])
     columns += [arrays.read_int4(column) for column in wire[10:15]]
-    columns += [arrays.read_int2(column) for column in wire[15:17]]
+    columns += [arrays.read_int2(wire[15]).astype(np.int8), arrays.read_int2(wire[16])]
     return TimerRows(*columns)
 
 
