@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import grpc
 
 from tickwheel.domain.lease import HeldDigest, HeldHistory
-from tickwheel.v1 import cluster_service_pb2, cluster_service_pb2_grpc, worker_service_pb2_grpc
+from tickwheel.v1 import cluster_service_pb2 as cluster_pb
 from tickwheel.v1 import worker_service_pb2 as pb
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -235,7 +235,7 @@ class PeerStream:
         return response
 
 
-class Peer(worker_service_pb2_grpc.WorkerServiceServicer, cluster_service_pb2_grpc.ClusterServiceServicer):
+class Peer:
     """One scripted timer, which also serves the timers' list. Its knobs may be turned at any time.
 
     renewing: answer heartbeats. recording: take outcomes. silent: send nothing at all, as if frozen.
@@ -267,12 +267,35 @@ class Peer(worker_service_pb2_grpc.WorkerServiceServicer, cluster_service_pb2_gr
     async def start(self, port: int = 0) -> None:
         """Listen, and appear in the timers' list."""
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-        worker_service_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server)
-        cluster_service_pb2_grpc.add_ClusterServiceServicer_to_server(self, self._server)
+        self._server.add_generic_rpc_handlers(self._methods())
         self.address = f"127.0.0.1:{self._server.add_insecure_port(f'127.0.0.1:{port}')}"
         await self._server.start()
         self.cluster.timers[self.timer_id] = self
         self.cluster.changed()
+
+    def _methods(self) -> tuple[grpc.GenericRpcHandler[Any, Any], ...]:
+        """Only what a worker's stream needs; the unary twins are the real timer's."""
+        work = grpc.stream_stream_rpc_method_handler(
+            self.work,
+            request_deserializer=pb.WorkRequest.FromString,
+            response_serializer=pb.WorkResponse.SerializeToString,
+        )
+        watch = grpc.unary_stream_rpc_method_handler(
+            self.watch_timers,
+            request_deserializer=cluster_pb.WatchTimersRequest.FromString,
+            response_serializer=cluster_pb.WatchTimersResponse.SerializeToString,
+        )
+        listing = grpc.unary_unary_rpc_method_handler(
+            self.list_timers,
+            request_deserializer=cluster_pb.ListTimersRequest.FromString,
+            response_serializer=cluster_pb.ListTimersResponse.SerializeToString,
+        )
+        return (
+            grpc.method_handlers_generic_handler("tickwheel.v1.WorkerService", {"Work": work}),
+            grpc.method_handlers_generic_handler(
+                "tickwheel.v1.ClusterService", {"WatchTimers": watch, "ListTimers": listing}
+            ),
+        )
 
     async def stop(self, *, unlist: bool = True) -> None:
         """As if killed: every stream breaks."""
@@ -286,7 +309,7 @@ class Peer(worker_service_pb2_grpc.WorkerServiceServicer, cluster_service_pb2_gr
         if self.rate is not None:
             self.rate.fill(stream)
 
-    async def Work(
+    async def work(
         self, request_iterator: AsyncIterator[pb.WorkRequest], context: Context
     ) -> AsyncIterator[pb.WorkResponse]:
         stream = PeerStream(self)
@@ -314,22 +337,22 @@ class Peer(worker_service_pb2_grpc.WorkerServiceServicer, cluster_service_pb2_gr
             reader.cancel()
             self.streams.remove(stream)
 
-    async def WatchTimers(
-        self, request: cluster_service_pb2.WatchTimersRequest, context: Context
-    ) -> AsyncIterator[cluster_service_pb2.WatchTimersResponse]:
+    async def watch_timers(
+        self, request: cluster_pb.WatchTimersRequest, context: Context
+    ) -> AsyncIterator[cluster_pb.WatchTimersResponse]:
         while True:
             changed = self.cluster._changed
-            yield cluster_service_pb2.WatchTimersResponse(timers=self._timers())
+            yield cluster_pb.WatchTimersResponse(timers=self._timers())
             await changed.wait()
 
-    async def ListTimers(
-        self, request: cluster_service_pb2.ListTimersRequest, context: Context
-    ) -> cluster_service_pb2.ListTimersResponse:
-        return cluster_service_pb2.ListTimersResponse(timers=self._timers())
+    async def list_timers(
+        self, request: cluster_pb.ListTimersRequest, context: Context
+    ) -> cluster_pb.ListTimersResponse:
+        return cluster_pb.ListTimersResponse(timers=self._timers())
 
-    def _timers(self) -> list[cluster_service_pb2.Timer]:
+    def _timers(self) -> list[cluster_pb.Timer]:
         return [
-            cluster_service_pb2.Timer(timer_id=peer.timer_id, address=peer.address)
+            cluster_pb.Timer(timer_id=peer.timer_id, address=peer.address)
             for peer in self.cluster.timers.values()
         ]
 
@@ -350,11 +373,12 @@ class RateGranter:
     async def run(self, peer: Peer, seconds: float, *, step_s: float = 0.004) -> None:
         """Grant for so long, in batches of a step."""
         began = time.monotonic()
+        shards = peer.shards()
         while (elapsed := time.monotonic() - began) < seconds:
             wanted = int(elapsed * self.per_second)
             while self.granted < wanted:
                 stream = peer.streams[self.granted % len(peer.streams)] if peer.streams else None
-                if stream is None or stream.grant(self.granted % SHARD_COUNT, self.kind) is None:
+                if stream is None or stream.grant(shards[self.granted % len(shards)], self.kind) is None:
                     self.short_count += 1
                     break
                 self.granted += 1

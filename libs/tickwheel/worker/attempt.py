@@ -30,6 +30,11 @@ class Phase(enum.Enum):
     ABANDONED = "ABANDONED"
 
 
+# A member of an enum is looked up slowly, and the hot path does so for every run.
+_RUNNING = Phase.RUNNING
+_FINISHED = Phase.FINISHED
+
+
 @dataclass(frozen=True, slots=True)
 class Succeeded:
     """The handler returned. `data` is empty and `content_type` too when it returned None."""
@@ -133,16 +138,16 @@ class Attempt:
         self.lease_us = lease_us
         self.deadline_us = deadline_us
         self.owner = owner
-        self.phase = Phase.RUNNING
+        self.phase: Phase = _RUNNING
         self.outcome: Outcome | None = None
         self.sent_us = 0
         self.progress: Progress | None = None
 
     def finish(self, outcome: Outcome) -> None:
         """Its handler ended. A second outcome raises ValueError and changes nothing."""
-        if self.phase is not Phase.RUNNING:
+        if self.phase is not _RUNNING:
             raise ValueError(f"{self!r} has ended already: an attempt has one outcome")
-        self.phase = Phase.FINISHED
+        self.phase = _FINISHED
         self.outcome = outcome
 
     def __repr__(self) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import structlog
 from google.protobuf.json_format import MessageToDict
 
-from tickwheel.worker.attempt import Attempt, Progress
+from tickwheel.worker.attempt import Attempt, Outcome, Progress
 
 
 class Cancelled(Exception):
@@ -22,13 +22,18 @@ class Cancelled(Exception):
 class BaseContext:
     """What async and sync handlers have in common. Read from the grant when asked for, not before."""
 
-    __slots__ = ("_attempt", "_logger", "_on_progress", "_stop_reason")
+    __slots__ = ("_attempt", "_grace", "_logger", "_on_progress", "_stop_reason", "_stopped_as", "_task")
 
     def __init__(self, attempt: Attempt, on_progress: Callable[[Attempt, Progress], None]) -> None:
         self._attempt = attempt
         self._on_progress = on_progress
         self._stop_reason: str | None = None
         self._logger: Any = None
+        # The executor's: what runs the handler, what becomes of it if it ends because it was told to, and the
+        # timer that cancels it then.
+        self._task: asyncio.Task[None] | None = None
+        self._stopped_as: Outcome | None = None
+        self._grace: asyncio.TimerHandle | None = None
 
     @property
     def run(self) -> str:
@@ -173,10 +178,7 @@ class Context(BaseContext):
     __slots__ = ("_cancelled",)
 
     def __init__(self, attempt: Attempt, on_progress: Callable[[Attempt, Progress], None]) -> None:
-        self._attempt = attempt
-        self._on_progress = on_progress
-        self._stop_reason = None
-        self._logger = None
+        super().__init__(attempt, on_progress)
         self._cancelled: asyncio.Event | None = None
 
     @property

@@ -21,7 +21,7 @@ import contextvars
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import structlog
@@ -58,18 +58,6 @@ class ExecutorStats:
     kinds_unknown: int = 0
 
 
-@dataclass(slots=True)
-class Work:
-    """One call of a handler."""
-
-    context: Context | SyncContext
-    task: asyncio.Task[None] | None
-    # What ends by CancelledError or Cancelled becomes this; None: nobody has asked it to stop.
-    stopped_as: Outcome | None = None
-    is_thread: bool = False
-    grace: asyncio.TimerHandle | None = field(default=None, repr=False)
-
-
 class Executor:
     """Runs handlers on the event loop that is running when it is made.
 
@@ -93,7 +81,7 @@ class Executor:
         self._threads_max = max(1, min(threads_max, capacity))
         self._threads: ThreadPoolExecutor | None = None
         self._loop = asyncio.get_running_loop()
-        self._running: dict[Attempt, Work] = {}
+        self._running: dict[Attempt, Context | SyncContext] = {}
         # Bounded by the credit that timers were given.
         self._waiting: deque[Attempt] = deque()
         self._finished: list[tuple[Attempt, Outcome]] = []
@@ -154,16 +142,14 @@ class Executor:
         self.stats.started += 1
         if handler.is_async:
             context = Context(attempt, self._on_progress)
-            work = Work(context, None)
-            run = self._run_async(attempt, work, handler, context)
+            self._running[attempt] = context
+            context._task = self._loop.create_task(self._run_async(attempt, handler, context))
         else:
             sync_context = SyncContext(attempt, self._on_progress)
-            work = Work(sync_context, None, is_thread=True)
-            run = self._run_sync(attempt, work, handler, sync_context)
-        self._running[attempt] = work
-        work.task = self._loop.create_task(run)
+            self._running[attempt] = sync_context
+            sync_context._task = self._loop.create_task(self._run_sync(attempt, handler, sync_context))
 
-    async def _run_async(self, attempt: Attempt, work: Work, handler: Handler, context: Context) -> None:
+    async def _run_async(self, attempt: Attempt, handler: Handler, context: Context) -> None:
         outcome: Outcome
         try:
             if attempt.grant.traceparent:
@@ -173,16 +159,16 @@ class Executor:
                 result = await handler.function(context)
             outcome = outcome_of_result(result)
         except asyncio.CancelledError as error:
-            outcome = work.stopped_as or outcome_of_error(error)
+            outcome = context._stopped_as or outcome_of_error(error)
         except Cancelled as error:
-            outcome = work.stopped_as or outcome_of_error(error)
+            outcome = context._stopped_as or outcome_of_error(error)
         except Release as release:
             outcome = Released(release.reason, release.not_before_us)
         except (Exception, SystemExit) as error:
             outcome = outcome_of_error(error)
-        self._end(attempt, work, outcome)
+        self._end(attempt, context, outcome)
 
-    async def _run_sync(self, attempt: Attempt, work: Work, handler: Handler, context: SyncContext) -> None:
+    async def _run_sync(self, attempt: Attempt, handler: Handler, context: SyncContext) -> None:
         if self._threads is None:
             self._threads = ThreadPoolExecutor(self._threads_max, thread_name_prefix="tickwheel-handler")
         call = contextvars.copy_context().run
@@ -195,16 +181,16 @@ class Executor:
             future.cancel()
             raise
         if isinstance(outcome, Stopped):
-            outcome = work.stopped_as or Failed(
+            outcome = context._stopped_as or Failed(
                 "Cancelled", "the handler raised Cancelled though nobody asked"
             )
-        self._end(attempt, work, outcome)
+        self._end(attempt, context, outcome)
 
-    def _end(self, attempt: Attempt, work: Work, outcome: Outcome) -> None:
+    def _end(self, attempt: Attempt, context: Context | SyncContext, outcome: Outcome) -> None:
         """Hot: once a run."""
         del self._running[attempt]
-        if work.grace is not None:
-            work.grace.cancel()
+        if context._grace is not None:
+            context._grace.cancel()
         self._give(attempt, outcome)
         if self._waiting:
             self._launch_waiting()
@@ -231,34 +217,35 @@ class Executor:
 
     def _cancel(self, cancels: Iterable[tuple[Attempt, str, int]]) -> None:
         for attempt, reason, grace_us in cancels:
-            work = self._running.get(attempt)
-            if work is None:
+            context = self._running.get(attempt)
+            if context is None:
                 self._drop_waiting(attempt, Stopped())
                 continue
-            work.stopped_as = Stopped()
-            self._stop(work, reason or "the run was cancelled", grace_us / 1_000_000)
+            context._stopped_as = Stopped()
+            self._stop(context, reason or "the run was cancelled", grace_us / 1_000_000)
 
     def _abandon(self, abandoned: Iterable[tuple[Attempt, str]]) -> None:
         for attempt, why in abandoned:
             self.stats.abandoned += 1
             _logger.warning("attempt_abandoned", run=attempt.run, attempt=attempt.attempt, why=why)
-            work = self._running.get(attempt)
-            if work is None:
+            context = self._running.get(attempt)
+            if context is None:
                 self._drop_waiting(attempt, None)
                 continue
-            work.stopped_as = Released(why)  # The sessions drop it.
-            self._stop(work, why, 0.0)
+            context._stopped_as = Released(why)  # The sessions drop it.
+            self._stop(context, why, 0.0)
 
-    def _stop(self, work: Work, reason: str, grace_s: float) -> None:
+    def _stop(self, context: Context | SyncContext, reason: str, grace_s: float) -> None:
         """Tell the handler. A task that does not watch `cancelled` has no use for the grace."""
-        watches = work.context._stop(reason)
-        if work.is_thread or work.task is None:
+        watches = context._stop(reason)
+        task = context._task
+        if isinstance(context, SyncContext) or task is None:
             return
         if watches and grace_s > 0:
-            if work.grace is None:
-                work.grace = self._loop.call_later(grace_s, work.task.cancel)
+            if context._grace is None:
+                context._grace = self._loop.call_later(grace_s, task.cancel)
         else:
-            work.task.cancel()
+            task.cancel()
 
     def _drop_waiting(self, attempt: Attempt, outcome: Outcome | None) -> None:
         try:
@@ -290,9 +277,9 @@ class Executor:
         A task that ends within `stop_s` is released. One that does not, and a thread that does not look at
         `cancelled`, are left to their lease: they may not run here and elsewhere at a time.
         """
-        for work in list(self._running.values()):
-            work.stopped_as = Released("the worker stopped before the work was done")
-            self._stop(work, "the worker stops", 0.0)
+        for context in list(self._running.values()):
+            context._stopped_as = Released("the worker stopped before the work was done")
+            self._stop(context, "the worker stops", 0.0)
         try:
             async with asyncio.timeout(stop_s):
                 await self.wait_idle()

@@ -121,18 +121,26 @@ class Holdings:
                 if other is not session:
                     other.drop(attempt)
 
-    def finish(self, attempt: Attempt, outcome: Outcome) -> bool:
-        """A handler ended. False when the attempt was abandoned: its outcome is dropped."""
-        if attempt.phase is Phase.ABANDONED:
-            return False
-        attempt.finish(outcome)
-        if attempt.owner is not None:
-            attempt.owner.send_outcome(attempt)
-        if self._wandering and attempt.token in self._wandering:
-            for session in self.sessions.values():
-                if session is not attempt.owner:
-                    session.send_outcome(attempt)
-        return True
+    def finish_all(self, finished: Iterable[tuple[Attempt, Outcome]]) -> int:
+        """Handlers ended. Gives how many outcomes are dropped, because their attempts had been abandoned.
+
+        Hot: once a run."""
+        dropped_count = 0
+        abandoned = Phase.ABANDONED
+        wandering = self._wandering
+        for attempt, outcome in finished:
+            if attempt.phase is abandoned:
+                dropped_count += 1
+                continue
+            attempt.finish(outcome)
+            owner = attempt.owner
+            if owner is not None:
+                owner.send_outcome(attempt)
+            if wandering and attempt.token in wandering:
+                for session in self.sessions.values():
+                    if session is not owner:
+                        session.send_outcome(attempt)
+        return dropped_count
 
     def progress(self, attempt: Attempt, progress: Progress) -> None:
         """What a handler says about itself goes with the next heartbeat; only the latest word does."""

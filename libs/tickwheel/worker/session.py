@@ -32,7 +32,16 @@ from tickwheel.domain.lease import (
     worker_deadline_from_grant,
     worker_deadline_from_renewal,
 )
-from tickwheel.worker.attempt import Attempt, LeaseToken, Outcome, Phase, Progress, Released, Succeeded
+from tickwheel.worker.attempt import (
+    SUCCEEDED,
+    Attempt,
+    LeaseToken,
+    Outcome,
+    Phase,
+    Progress,
+    Released,
+    Succeeded,
+)
 
 _MASK_64 = (1 << 64) - 1
 
@@ -641,7 +650,7 @@ class Session:
             if outcome is None or attempt.token not in held:
                 outbox.popleft()
                 continue
-            room -= outcome_bytes_max(attempt, outcome)
+            room -= _EMPTY_OUTCOME_BYTES if outcome is SUCCEEDED else outcome_bytes_max(attempt, outcome)
             if room < 0 and outcomes:
                 break
             outbox.popleft()
@@ -706,6 +715,10 @@ def _micros(duration: Any) -> int:
     seconds: int = duration.seconds
     nanos: int = duration.nanos
     return seconds * 1_000_000 + nanos // 1000
+
+
+# Two names of at most 63 characters with what is around them, a token, three numbers.
+_EMPTY_OUTCOME_BYTES = 256
 
 
 def outcome_bytes_max(attempt: Attempt, outcome: Outcome) -> int:
