@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         worker = build(settings, options.module)
     except HandlersModuleInvalid as error:
         sys.exit(str(error))
-    # What is loaded by now stays for good, and thousands of attempts at a time are no garbage to be looked for.
+    # What is loaded by now stays for good, and thousands of live attempts are no garbage to be looked for.
     gc.freeze()
     gc.set_threshold(GC_ALLOCATIONS, 20, 50)
     with asyncio.Runner(loop_factory=fastest_loop_factory()) as runner:

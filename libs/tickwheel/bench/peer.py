@@ -273,7 +273,7 @@ class Peer:
         self.cluster.timers[self.timer_id] = self
         self.cluster.changed()
 
-    def _methods(self) -> tuple[grpc.GenericRpcHandler[Any, Any], ...]:
+    def _methods(self) -> tuple[grpc.GenericRpcHandler, ...]:
         """Only what a worker's stream needs; the unary twins are the real timer's."""
         work = grpc.stream_stream_rpc_method_handler(
             self.work,

@@ -1,7 +1,7 @@
 """What does a run cost a worker process? CPU time for each no-op run, streams included, at a steady rate.
 
-A scripted peer in this process grants; a real worker process (`tickwheel.services.worker`) runs. The CPU time is
-the worker process's own, user and system, all threads, between two marks a few seconds apart.
+A scripted peer in this process grants; a real worker process (`tickwheel.services.worker`) runs. The CPU
+time is the worker process's own, user and system, all threads, between two marks a few seconds apart.
 
     python -m tickwheel.bench.worker --rate 30000 --seconds 10 --json
 """
@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import json
 import os
-import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -25,11 +24,12 @@ BUDGET_US = 12.0
 
 WARM_UP_S = 2.0
 START_S_MAX = 20.0
+STOP_S_MAX = 20.0
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerCost:
-    """rate: runs recorded a second. cpu_us: of the worker process, a run. rss_growth_kib: between the marks."""
+    """rate: runs recorded a second. cpu_us: of the worker process, a run. rss_growth_kib: between marks."""
 
     rate: float
     rate_wanted: int
@@ -56,7 +56,9 @@ async def measure(rate: int, seconds: float, timers: int = 2, kind: str = "noop"
         TICKWHEEL_LOG_LEVEL="warning",
     )
     command = [sys.executable, "-m", "tickwheel.services.worker"]
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+    process = await asyncio.create_subprocess_exec(
+        *command, env=environment, stdout=asyncio.subprocess.DEVNULL
+    )
     try:
         await _until(lambda: all(peer.streams and peer.streams[0].hello for peer in peers))
         granters = [
@@ -70,7 +72,8 @@ async def measure(rate: int, seconds: float, timers: int = 2, kind: str = "noop"
         await asyncio.gather(*granters)
     finally:
         process.terminate()
-        await asyncio.to_thread(process.wait, 10)
+        async with asyncio.timeout(STOP_S_MAX):
+            await process.wait()
         for peer in peers:
             await peer.stop()
     runs = end.recorded - mark.recorded
