@@ -247,12 +247,12 @@ class Holdings:
     def _deal(self, now_us: int) -> None:
         self._dealt_us = now_us
         sessions = [s for s in self.sessions.values() if s.state in (State.OPENING, State.OPEN)]
-        homeless_count = sum(attempt.owner is None for attempt in self._wandering.values())
+        elsewhere_count = self.homeless_count
         for session in self.sessions.values():
             if session.state in (State.LEAVING, State.DRAINING):
-                homeless_count += len(session.held)
-        demands = [Demand(len(session.held), session.backlog_count) for session in sessions]
-        shares = deal(self.identity.capacity - homeless_count, demands, self._turn)
+                elsewhere_count += len(session.held)
+        demands = [Demand(len(session.held), session.backlog_count(now_us)) for session in sessions]
+        shares = deal(self.identity.capacity - elsewhere_count, demands, self._turn)
         for session, share in zip(sessions, shares, strict=True):
             session.set_share(share)
 
@@ -267,6 +267,12 @@ class Holdings:
         seen = {token for session in self.sessions.values() for token in session.held}
         return len(seen | set(self._wandering))
 
-    def owner_count(self) -> int:
-        """How many streams are welcomed."""
+    @property
+    def homeless_count(self) -> int:
+        """How many attempts have no owner that is connected."""
+        return sum(attempt.owner is None for attempt in self._wandering.values())
+
+    @property
+    def welcomed_count(self) -> int:
+        """How many timers know us."""
         return sum(session.is_welcomed for session in self.sessions.values())

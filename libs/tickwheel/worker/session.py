@@ -67,6 +67,9 @@ NAMING_INTERVAL_US = 100_000
 
 _NOT_SAID_YET = 1 << 62
 
+BACKLOG_US_MAX = 1_000_000
+"""How long a timer's word about its backlog counts."""
+
 REFUSAL_SUPERSEDED = 1
 REFUSAL_MOVED = 2
 
@@ -223,7 +226,8 @@ class Session:
         self.state = State.OPENING
         self.opened_us = now_us
         self.timer_id = ""
-        self.backlog_count = 0
+        self._backlog_count = 0
+        self._backlog_us = now_us
         self.lease_us = LEASE_DEFAULT_US
         self.heartbeat_us = LEASE_DEFAULT_US // 3
         self.message_bytes_max = MESSAGE_BYTES_DEFAULT
@@ -279,6 +283,10 @@ class Session:
             return self._granted_count
         return self._granted_count + max(0, self._share - len(self.held))
 
+    def backlog_count(self, now_us: int) -> int:
+        """How many runs wait at the timer. Its last word counts for a while."""
+        return self._backlog_count if now_us - self._backlog_us <= BACKLOG_US_MAX else 0
+
     def silent_us(self, now_us: int) -> int:
         """For how long a heartbeat (or Hello) has gone without any response; 0 when none is awaited."""
         since_us = self._heartbeat_unanswered_us
@@ -317,7 +325,9 @@ class Session:
             attempt = self.held.get(cancel.lease_token)
             if attempt is not None and attempt.phase is Phase.RUNNING:
                 effects.cancel.append((attempt, cancel.reason, _micros(cancel.grace_duration)))
-        self.backlog_count = response.backlog_count
+        if response.backlog_count:
+            self._backlog_count = response.backlog_count
+            self._backlog_us = now_us
         if response.resync:
             self._naming_due = True
         if response.HasField("drain"):

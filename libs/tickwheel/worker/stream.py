@@ -39,7 +39,8 @@ TICK_S = 0.05
 STABLE_US = 5_000_000
 """A stream that lived so long, once welcomed, was a stable one."""
 
-CLOSE_S = 2.0
+DRAINING_S = 1.0
+"""A timer that drains is looked at again after so long."""
 
 _logger = structlog.get_logger("tickwheel.worker")
 
@@ -73,6 +74,7 @@ class StreamStats:
     """Counters for metrics; only the streams' thread writes them."""
 
     streams_open: int = 0
+    streams_welcomed: int = 0
     streams_opened: int = 0
     streams_failed: int = 0
     requests: int = 0
@@ -215,6 +217,7 @@ class Streams:
                     link.call.cancel()
             self._wake(now_us)
             self.stats.held = self._holdings.held_count
+            self.stats.streams_welcomed = self._holdings.welcomed_count
             if self._every_tick is not None:
                 self._every_tick()
 
@@ -286,9 +289,9 @@ class Streams:
         backoff = Backoff()
         try:
             while link.present:
-                if link.draining and not self._holdings.held_count:
-                    # It would say Drain at once. `draining` ends, or the timer does.
-                    await self._wait_changed(link, None)
+                if link.draining and not self._holdings.homeless_count:
+                    # It would say Drain at once, and nothing that we hold can be its own.
+                    await self._wait_changed(link, DRAINING_S)
                     continue
                 stable = await self._stream(link, stub)
                 if stable:
@@ -298,18 +301,13 @@ class Streams:
             del self._links[link.timer_id]
             await channel.close(None)
 
-    async def _wait_changed(self, link: _Link, timeout_s: float | None) -> None:
-        """Until the delay is over; sooner when the timer vanished or its state changed."""
-        link.changed.clear()
-        if not link.present:
-            return
+    async def _wait_changed(self, link: _Link, delay_s: float) -> None:
+        """Until the delay is over, or the timer has vanished."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(delay_s):
                 while link.present:
-                    await link.changed.wait()
                     link.changed.clear()
-                    if timeout_s is None:
-                        return
+                    await link.changed.wait()
 
     async def _stream(self, link: _Link, stub: Any) -> bool:
         """One stream from Hello to its end. True if it was a stable one."""

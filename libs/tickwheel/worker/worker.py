@@ -131,7 +131,7 @@ class Worker:
             streams is not None
             and streams.is_alive
             and self._lag.lag_us < LAG_US_MAX
-            and streams.stats.streams_open > 0
+            and streams.stats.streams_welcomed > 0
         )
 
     def run(self) -> None:
