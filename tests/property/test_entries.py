@@ -92,10 +92,12 @@ def test_any_mix_of_calls_holds_what_a_dict_holds(
             for handle in dropped:
                 del held[handle]
             dead = [*dead, *dropped][-400:]
-        check(store, held, dead, rng)
+        if rng.random() < 0.3:
+            check(store, held, dead)
+    check(store, held, dead)
 
 
-def check(store: EntryStore, held: dict[int, dict[str, int]], dead: list[int], rng: random.Random) -> None:
+def check(store: EntryStore, held: dict[int, dict[str, int]], dead: list[int]) -> None:
     assert len(store) == len(held)
     assert store.room == 700 - len(held)
     handles = np.array(list(held), np.int64)
@@ -115,6 +117,8 @@ def test_a_freed_handle_is_not_taken_for_its_successor() -> None:
     store, rng = EntryStore(rows_max=1), random.Random(1)
     (first,) = store.add(rows_for([(1, 1)], rng))
     store.free(np.array([first]))
+    while_free = first + (1 << 32)  # the generation of an empty slot names nothing
+    assert store.alive(np.array([first, while_free])).tolist() == [False, False]
     (second,) = store.add(rows_for([(1, 1)], rng))
     assert store.slot(np.array([first, second])).tolist() == [0, 0]
     assert store.alive(np.array([first, second])).tolist() == [False, True]

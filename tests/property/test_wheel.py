@@ -1,6 +1,7 @@
 """The timing wheel against a sorted list, and its level arithmetic against the definition."""
 
 import random
+import tracemalloc
 from bisect import insort
 
 import numpy as np
@@ -255,6 +256,24 @@ def test_a_million_timers_cost_at_most_32_bytes_each() -> None:
             if cancels:
                 under_test.cancel(int64s(page))
         assert under_test.nbytes <= 32 * len(under_test)
+
+
+@pytest.mark.parametrize("cancels", [False, True])
+def test_the_wheel_knows_how_much_memory_it_takes(cancels: bool) -> None:
+    rng = np.random.default_rng(12)
+    due = START_US + rng.integers(0, 120_000_000, 100_000)
+    items = np.arange(100_000)
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    under_test = TimingWheel(START_US)
+    for page in np.split(items, 20):
+        under_test.insert(due[page], page)
+        if cancels:
+            under_test.cancel(page[:50])
+    under_test.advance(START_US + 500_000, limit=300)
+    taken = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert under_test.nbytes == pytest.approx(taken, rel=0.05)
 
 
 def test_levels_are_the_highest_differing_bit_for_every_pair_of_near_ticks() -> None:
