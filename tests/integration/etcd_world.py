@@ -77,8 +77,10 @@ class Node:
 
 
 @asynccontextmanager
-async def node_at(*urls: str, prefix: str, name: str = "node", stand: bool = True) -> AsyncIterator[Node]:
-    """A registered timer that also stands for election (unless `stand` is false); ends without a goodbye."""
+async def node_at(
+    *urls: str, prefix: str, name: str = "node", stand: bool = True, register: bool = True
+) -> AsyncIterator[Node]:
+    """A process that is a timer (`register`) and stands for election (`stand`); ends without a goodbye."""
     async with client_at(*urls, prefix=prefix) as client:
         node_id = fresh_node_id(name)
         lease = NodeLease(client, LeaseSettings(TTL_MS), mono_us)
@@ -86,7 +88,9 @@ async def node_at(*urls: str, prefix: str, name: str = "node", stand: bool = Tru
         election = EtcdElection(client, lease, node_id, mono_us)
         registration = Registration(client, lease, record, mono_us)
         node = Node(node_id, client, lease, election, registration, EtcdRegistry(client, mono_us))
-        parts = [lease.run(), registration.run()]
+        parts = [lease.run()]
+        if register:
+            parts.append(registration.run())
         if stand:
             parts.append(election.run())
         async with running(*parts):

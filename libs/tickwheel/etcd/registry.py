@@ -27,6 +27,7 @@ from tickwheel.ports import (
     ClusterFacts,
     LeaderLost,
     LeaderTerm,
+    RegistryRefused,
     RegistrySnapshot,
     RegistryUnavailable,
     TimerRecord,
@@ -193,7 +194,7 @@ class EtcdRegistry:
         if not generations:
             return frozenset()
         listed = await list_keys(self._client, (self._keys.assignments,), (self._keys.incarnation,))
-        in_force = next((int(item.value) for item in listed.items if item.key == self._keys.incarnation), 0)
+        in_force = next((_number(item) for item in listed.items if item.key == self._keys.incarnation), 0)
         if in_force != incarnation:
             return frozenset()
         view = View(self._keys)
@@ -241,14 +242,14 @@ class EtcdRegistry:
 
     async def incarnation(self) -> int:
         item = await self._get(self._keys.incarnation)
-        return 0 if item is None else int(item.value)
+        return 0 if item is None else _number(item)
 
     async def raise_incarnation(self, incarnation: int) -> int:
         key = self._keys.incarnation
         for _ in range(_RACES_MAX):
             item = await self._get(key)
-            if item is not None and int(item.value) >= incarnation:
-                return int(item.value)
+            if item is not None and _number(item) >= incarnation:
+                return _number(item)
             request = rpc.TxnRequest(
                 compare=[if_modified_at(key, 0 if item is None else item.mod_revision)],
                 success=[put_op(key, b"%d" % incarnation)],
@@ -298,6 +299,16 @@ def parse_assignment(shard: int, item: KeyValue) -> Assignment:
         log.error("etcd_value_unreadable", key=item.key, error=str(error))
         value = AssignmentValue("", 0)
     return Assignment(shard, value.timer, value.generation, value.moved_at_us, item.mod_revision)
+
+
+def _number(item: KeyValue) -> int:
+    """Give the number that a key holds. What cannot be read is no number that a proof may rest on."""
+    try:
+        return int(item.value)
+    except ValueError as error:
+        raise RegistryRefused(
+            "Range", "DATA_LOSS", f"{item.key} holds {item.value!r}, not a number"
+        ) from error
 
 
 def _assignment_value(write: AssignmentWrite) -> bytes:
