@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import gc
 import importlib
 import sys
 from collections.abc import Sequence
 
-from tickwheel.runtime.config import WorkerSettings, load_settings
+from tickwheel.errors import TickwheelError
+from tickwheel.runtime.config import ConfigurationInvalid, WorkerSettings, load_settings
+from tickwheel.runtime.process import Phase, Process, run_process
 from tickwheel.services.worker import kinds
+from tickwheel.services.worker.metrics import WorkerCollector
 from tickwheel.worker import Worker
-from tickwheel.worker.stream import fastest_loop_factory
 
 GC_ALLOCATIONS = 20_000
 """More objects than are freed, until the collector looks at the young ones."""
 
 
-class HandlersModuleInvalid(Exception):
+class HandlersModuleInvalid(TickwheelError):
     """The module that was named gives no handlers.
 
     module: its name.
@@ -61,23 +62,39 @@ def _load(worker: Worker, name: str) -> None:
     register(worker)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """`python -m tickwheel.services.worker [--module a.b]…`; all else comes from the settings."""
-    parser = argparse.ArgumentParser(prog="python -m tickwheel.services.worker", description=__doc__)
-    parser.add_argument(
-        "--module",
-        action="append",
-        default=[],
-        help="a module with register(worker); may be repeated",
-    )
-    options = parser.parse_args(arguments)
-    settings = load_settings(WorkerSettings)
-    try:
-        worker = build(settings, options.module)
-    except HandlersModuleInvalid as error:
-        sys.exit(str(error))
+async def serve(process: Process, modules: Sequence[str] = ()) -> None:
+    """Start the worker, and register its end: goodbye, finish, hand back, close. Ready: a timer knows it."""
+    settings = process.settings
+    assert isinstance(settings, WorkerSettings)
+    worker = build(settings, modules)
+    process.metrics.registry.register(WorkerCollector(worker))
+    process.health.add("worker", worker.problem)
+    process.on_stop(Phase.CLOSE, "streams", worker.close)
+    process.on_stop(Phase.RELEASE, "runs", worker.hand_back)
+    process.on_stop(Phase.DRAIN, "runs", worker.wait_idle)
+    process.on_stop(Phase.STOP_TAKING, "grants", lambda: _stop_taking(worker))
     # What is loaded by now stays for good, and thousands of live attempts are no garbage to be looked for.
     gc.freeze()
     gc.set_threshold(GC_ALLOCATIONS, 20, 50)
-    with asyncio.Runner(loop_factory=fastest_loop_factory()) as runner:
-        runner.run(worker.serve(handle_signals=True))
+    worker.start()
+    await worker.wait_connected()
+
+
+async def _stop_taking(worker: Worker) -> None:
+    worker.stop_taking()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """`python -m tickwheel.services.worker [--module a.b]…`; all else comes from the settings."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tickwheel.services.worker", description="Takes runs from a cluster and executes them."
+    )
+    parser.add_argument(
+        "--module", action="append", default=[], help="a module with register(worker); may be repeated"
+    )
+    options = parser.parse_args(arguments)
+    try:
+        settings = load_settings(WorkerSettings)
+    except ConfigurationInvalid as error:
+        sys.exit(str(error))
+    sys.exit(run_process(settings, lambda process: serve(process, options.module)))

@@ -26,6 +26,7 @@ from typing import Any
 
 import structlog
 from opentelemetry import trace
+from opentelemetry.context import Context as TraceContext
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from tickwheel.worker.attempt import Attempt, Failed, Outcome, Progress, Released, Stopped
@@ -152,7 +153,7 @@ class Executor:
     async def _run_async(self, attempt: Attempt, handler: Handler, context: Context) -> None:
         outcome: Outcome
         try:
-            if attempt.grant.traceparent:
+            if _is_sampled(attempt.grant.traceparent):
                 with _span(attempt):
                     result = await handler.function(context)
             else:
@@ -299,7 +300,7 @@ def _call_sync(attempt: Attempt, handler: Handler, context: SyncContext) -> Outc
     if context.stop_reason is not None:
         return Stopped()
     try:
-        if attempt.grant.traceparent:
+        if _is_sampled(attempt.grant.traceparent):
             with _span(attempt):
                 return outcome_of_result(handler.function(context))
         return outcome_of_result(handler.function(context))
@@ -311,10 +312,15 @@ def _call_sync(attempt: Attempt, handler: Handler, context: SyncContext) -> Outc
         return outcome_of_error(error)
 
 
+def _is_sampled(traceparent: str) -> bool:
+    """The last field's lowest bit. Asked for every run."""
+    return bool(traceparent) and traceparent[-1] in "13579bdf"
+
+
 def _span(attempt: Attempt) -> Any:
-    """The handler's span, child of the fire's. Entered and left in one task, so that no context is detached
-    elsewhere; without an SDK it costs nearly nothing, and it is made only for a run that is traced."""
-    parent = _propagator.extract({"traceparent": attempt.grant.traceparent})
+    """The handler's span, child of the fire's. It is entered and left in one task, so that no context is
+    detached elsewhere, and its parent is the fire's whatever span is current here."""
+    parent = _propagator.extract({"traceparent": attempt.grant.traceparent}, TraceContext())
     return _tracer.start_as_current_span(
         "tickwheel.run",
         context=parent,

@@ -17,7 +17,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import grpc
@@ -35,6 +35,7 @@ CAPACITY_MAX = 20_000
 LAG_US_MAX = 1_000_000
 """A handlers' loop that does not answer for so long is reported."""
 
+_CONNECTED_POLL_S = 0.02
 _PING_INTERVAL_US = 200_000
 
 STOP_S = 2.0
@@ -123,16 +124,22 @@ class Worker:
     def running_count(self) -> int:
         return self._executor.running_count if self._executor is not None else 0
 
-    @property
-    def is_healthy(self) -> bool:
-        """Its streams' thread lives, its handlers' loop answers, and a timer knows it."""
+    def problem(self) -> str | None:
+        """What keeps it from working, in a sentence; None: nothing does. From any thread."""
         streams = self._streams
-        return (
-            streams is not None
-            and streams.is_alive
-            and self._lag.lag_us < LAG_US_MAX
-            and streams.stats.streams_welcomed > 0
-        )
+        if streams is None:
+            return "it has not started"
+        if not streams.is_alive:
+            return f"its streams' thread has ended: {streams.failure!r}"
+        if self._lag.lag_us > LAG_US_MAX:
+            return f"the handlers' event loop has not answered for {self._lag.lag_us // 1000} ms"
+        # Without a timer it has nothing to do, but a restart would not help, and would end what runs.
+        return None
+
+    async def wait_connected(self) -> None:
+        """Until a timer knows it."""
+        while not self.stream_stats.streams_welcomed:
+            await asyncio.sleep(_CONNECTED_POLL_S)
 
     def run(self) -> None:
         """Serve until SIGTERM or SIGINT, in an event loop of its own. Returns when everything is drained."""
@@ -150,9 +157,46 @@ class Worker:
 
     async def serve(self, *, handle_signals: bool = False) -> None:
         """Serve in the running event loop until `stop` is called. Handlers run in this loop."""
+        self.start()
+        loop = asyncio.get_running_loop()
+        signals = (signal.SIGTERM, signal.SIGINT) if handle_signals else ()
+        for number in signals:
+            loop.add_signal_handler(number, self._stop)
+        try:
+            await self._stopped(1)
+            self.stop_taking()
+            await self._unless_hurried(self.wait_idle(), self._drain_grace_s, 2)
+            await self._unless_hurried(self.hand_back(), RECORD_S, 3)
+        finally:
+            for number in signals:
+                loop.remove_signal_handler(number)
+            await self.close()
+
+    async def _unless_hurried(self, work: Coroutine[Any, Any, None], seconds: float, stop_count: int) -> None:
+        """Until it is done, the time is over, or `stop` was called so often."""
+        doing = asyncio.ensure_future(work)
+        hurried = asyncio.ensure_future(self._stopped(stop_count))
+        try:
+            await asyncio.wait({doing, hurried}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            doing.cancel()
+            hurried.cancel()
+        if doing.done() and not doing.cancelled():
+            doing.result()
+
+    async def _stopped(self, count: int) -> None:
+        while self._stop_count < count:
+            self._stop_changed.clear()
+            await self._stop_changed.wait()
+
+    # The steps of a life, for a process that has an order of its own for them.
+
+    def start(self) -> None:
+        """Connect, and run handlers in the running event loop from now on. Once in a worker's life."""
         if self._streams is not None:
             raise RuntimeError("this worker has served already: make another one")
-        loop = self._loop = asyncio.get_running_loop()
+        self._loop = asyncio.get_running_loop()
+        self._lag.watch(self._loop)
         identity = Identity(
             worker_id=self.worker_id,
             pool=self._pool,
@@ -162,7 +206,6 @@ class Worker:
             kinds=self.handlers.kinds() if self._kinds is None else self._kinds,
             capacity=self.capacity,
         )
-        self._lag.watch(loop)
         executor = self._executor = Executor(
             self.handlers,
             capacity=self.capacity,
@@ -178,50 +221,39 @@ class Worker:
             margin_us=self._margin_us,
             every_tick=self._lag.tick,
         )
-        signals = (signal.SIGTERM, signal.SIGINT) if handle_signals else ()
-        for number in signals:
-            loop.add_signal_handler(number, self._stop)
         streams.start()
         _logger.info("worker_started", worker=self.worker_id, kinds=identity.kinds, capacity=self.capacity)
-        try:
-            await self._stopped(1)
-            await self._drain(executor, streams)
-        finally:
-            for number in signals:
-                loop.remove_signal_handler(number)
-            executor.close()
-            await asyncio.to_thread(streams.stop)
-            _logger.info("worker_stopped", worker=self.worker_id)
 
-    async def _stopped(self, count: int) -> None:
-        while self._stop_count < count:
-            self._stop_changed.clear()
-            await self._stop_changed.wait()
+    def stop_taking(self) -> None:
+        """Ask for no more, and hand back what has not begun. What runs goes on, and so do its renewals."""
+        if self._streams is None or self._executor is None:
+            return
+        _logger.info("worker_draining", running=self._executor.running_count)
+        self._streams.goodbye("the worker stops")
+        self._executor.stop_taking()
 
-    async def _drain(self, executor: Executor, streams: Streams) -> None:
-        _logger.info("worker_draining", running=executor.running_count, grace_s=self._drain_grace_s)
-        streams.goodbye("the worker stops")
-        executor.stop_taking()
-        idle = asyncio.ensure_future(executor.wait_idle())
-        impatient = asyncio.ensure_future(self._stopped(2))
-        try:
-            await asyncio.wait(
-                {idle, impatient}, timeout=self._drain_grace_s, return_when=asyncio.FIRST_COMPLETED
-            )
-            if not idle.done():
-                await executor.hand_back(STOP_S)
-        finally:
-            idle.cancel()
-            impatient.cancel()
-        settled = asyncio.wrap_future(streams.settled())
-        impatient = asyncio.ensure_future(self._stopped(3))
-        try:
-            await asyncio.wait({settled, impatient}, timeout=RECORD_S, return_when=asyncio.FIRST_COMPLETED)
-            if not settled.done():
-                _logger.warning("worker_left_unrecorded", held=streams.stats.held)
-        finally:
-            settled.cancel()
-            impatient.cancel()
+    async def wait_idle(self) -> None:
+        """Until no handler runs and the timers have recorded everything."""
+        if self._streams is not None and self._executor is not None:
+            await self._executor.wait_idle()
+            await asyncio.wrap_future(self._streams.settled())
+
+    async def hand_back(self) -> None:
+        """Stop the handlers that still run, hand their runs back, and wait until that is recorded."""
+        if self._streams is not None and self._executor is not None:
+            await self._executor.hand_back(STOP_S)
+            if self._executor.running_count == 0:
+                await asyncio.wrap_future(self._streams.settled())
+
+    async def close(self) -> None:
+        """End the streams. What is still held is left to its lease."""
+        if self._streams is None or self._executor is None:
+            return
+        self._executor.close()
+        if self._streams.stats.held:
+            _logger.warning("worker_left_unrecorded", held=self._streams.stats.held)
+        await asyncio.to_thread(self._streams.stop)
+        _logger.info("worker_stopped", worker=self.worker_id)
 
 
 class _LoopLag:
