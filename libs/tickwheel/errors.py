@@ -3,6 +3,9 @@
 TickwheelError
 ├── InvalidArgument              what the caller sent cannot be taken, now or later
 │   ├── FieldInvalid             a field is malformed or out of its bounds: which one, and what to do
+│   │   ├── FilterInvalid        a filter cannot be read
+│   │   ├── FilterFieldNotIndexed  a filter names a field that would have to be searched for
+│   │   └── PageTokenMismatch    a page token belongs to another query
 │   ├── RequestIdReused          a request_id came again with another request
 │   ├── TriggerInvalid           a trigger is malformed: which field, why, and where in the text
 │   ├── TriggerNeverFires        a trigger is well-formed and names no instant at all
@@ -79,6 +82,18 @@ class FieldInvalid(InvalidArgument):
         self.field = field
         self.reason = reason
         super().__init__(f"{field}: {reason}")
+
+
+class FilterInvalid(FieldInvalid):
+    """A filter cannot be read. Terms are `field = "value"`, joined by AND."""
+
+
+class FilterFieldNotIndexed(FieldInvalid):
+    """A filter names a field that would have to be searched for. Use one of those that the answer lists."""
+
+
+class PageTokenMismatch(FieldInvalid):
+    """A page token belongs to another query. Start again without it."""
 
 
 class RequestIdReused(InvalidArgument):

@@ -118,7 +118,7 @@ def test_a_phase_of_pre_stops_before_the_first_post_step() -> None:
 
 
 def _insert_run(connection: psycopg.Connection, day: int, state: int, end_us: int) -> uuid.UUID:
-    made = uuid.UUID(bytes=bytes(run_id(0, day, 3, uuid.uuid4().bytes[:12])))
+    made = uuid.UUID(bytes=bytes(run_id(0, day * DAY_US, 3, uuid.uuid4().bytes[:8])))
     connection.execute(
         "INSERT INTO run (id, template_id, version, schedule_us, create_us, due_us, end_us, tenant_id,"
         " route_id, shard_id, cause, state, priority, attempt)"
@@ -158,7 +158,7 @@ def test_a_run_that_waits_or_is_held_outlives_its_partitions_retention(
 
 def test_a_leased_run_without_a_row_keeps_its_partition(migrated: psycopg.Connection) -> None:
     day = _today(migrated)
-    run = uuid.UUID(bytes=bytes(run_id(0, day, 3, bytes(12))))
+    run = uuid.UUID(bytes=bytes(run_id(0, day * DAY_US, 3, bytes(8))))
     migrated.execute(
         "INSERT INTO lease (run, token, fence, template_id, version, schedule_us, due_us, create_us,"
         " lease_us, tenant_id, route_id, flags, worker_no, lease_ms, spent, shard_id, attempt, priority)"

@@ -1,0 +1,231 @@
+"""Connections to Postgres: a bounded pool that outlives restarts, and transactions that are repeated where
+that is safe.
+
+Several hosts in the URL with `target_session_attrs=read-write` follow a failover: every new connection
+looks for the primary anew. A connection that died while it was idle is noticed before it is handed out,
+without asking the server.
+
+A transaction whose connection breaks *before* its commit was sent has had no effect, so it is repeated
+(twice at most). When it breaks during the commit nobody knows: the caller is told, and the request_id
+makes its retry safe.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import select
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import psycopg
+import structlog
+from psycopg_pool import AsyncConnectionPool, PoolClosed, PoolTimeout, TooManyRequests
+
+from tickwheel.errors import StoreUnavailable
+from tickwheel.postgres import arrays, statements
+
+log = structlog.get_logger(__name__)
+
+Connection = psycopg.AsyncConnection[Any]
+T = TypeVar("T")
+
+ATTEMPTS_MAX = 3
+WAITING_MAX = 5_000
+"""Callers that wait for a connection; more are told to come back."""
+_RECONNECT_TIMEOUT_S = 1.5
+"""Then the pool gives up for the moment, and the next caller makes it try again."""
+
+_COMMON = statements.load("common.sql")
+
+
+class CommitUnknown(StoreUnavailable):
+    """The connection broke while the commit was under way. Ask again with the same request_id."""
+
+    def __init__(self) -> None:
+        super().__init__("Postgres", "the connection broke during the commit, which may have happened")
+
+
+class _RolledBack(Exception):
+    """Carries the result of a transaction that was only tried."""
+
+    def __init__(self, result: Any) -> None:
+        self.result = result
+
+
+class Database:
+    """The pool of one process. Made on the event loop that uses it; `open` it first."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        connections_max: int = 8,
+        connect_timeout_ms: int = 3_000,
+        transaction_timeout_ms: int = 5_000,
+        wait_timeout_ms: int = 2_000,
+        name: str = "tickwheel",
+    ) -> None:
+        self._transaction_timeout_ms = transaction_timeout_ms
+        self._pool: AsyncConnectionPool[Connection] = AsyncConnectionPool(
+            url,
+            kwargs={
+                "autocommit": True,
+                "connect_timeout": max(1, connect_timeout_ms // 1_000),
+                "application_name": name,
+                "prepare_threshold": 2,
+                # A peer that vanished without a word is given up within seconds.
+                "keepalives_idle": 5,
+                "keepalives_interval": 2,
+                "keepalives_count": 3,
+                "tcp_user_timeout": 10_000,
+            },
+            min_size=1,
+            max_size=connections_max,
+            max_waiting=WAITING_MAX,
+            timeout=wait_timeout_ms / 1_000,
+            reconnect_timeout=_RECONNECT_TIMEOUT_S,
+            configure=self._configure,
+            check=check_idle,
+            open=False,
+            name=name,
+        )
+
+    async def open(self) -> None:
+        """Starts the pool. It does not wait for Postgres: the first caller does."""
+        await self._pool.open(wait=False)
+
+    async def close(self) -> None:
+        await self._pool.close(timeout=2.0)
+
+    def statistics(self) -> Mapping[str, int]:
+        return self._pool.get_stats()
+
+    async def _configure(self, connection: Connection) -> None:
+        arrays.register(connection)
+        timeout = f"{self._transaction_timeout_ms}ms"
+        await connection.execute(
+            "SELECT set_config('statement_timeout', %s, false),"
+            " set_config('idle_in_transaction_session_timeout', %s, false), set_config('jit', 'off', false)",
+            (timeout, timeout),
+        )
+
+    @asynccontextmanager
+    async def connection(self) -> AsyncIterator[Connection]:
+        """A connection in autocommit mode, answers binary where a cursor asks for it.
+
+        Raises:
+            StoreUnavailable: none is to be had, or it broke.
+        """
+        try:
+            async with self._pool.connection() as connection:
+                yield connection
+        except (PoolTimeout, PoolClosed, TooManyRequests) as error:
+            raise StoreUnavailable("Postgres", str(error)) from error
+        except (psycopg.OperationalError, psycopg.InterfaceError) as error:
+            raise translate(error) from error
+
+    async def read(self, work: Callable[[Connection], Awaitable[T]]) -> T:
+        """Runs statements that change nothing, again on another connection where one broke."""
+        for attempt in range(1, ATTEMPTS_MAX + 1):
+            broken: StoreUnavailable | None = None
+            try:
+                async with self._pool.connection() as connection:
+                    try:
+                        return await work(connection)
+                    except (psycopg.OperationalError, psycopg.InterfaceError) as error:
+                        if attempt == ATTEMPTS_MAX or not _is_broken(connection, error):
+                            raise translate(error) from error
+                        broken = translate(error)
+            except (PoolTimeout, PoolClosed, TooManyRequests) as error:
+                raise StoreUnavailable("Postgres", str(error)) from error
+            log.info("read_repeated", attempt=attempt, error=str(broken))
+        raise AssertionError("the last attempt returns or raises")
+
+    async def transaction(self, work: Callable[[Connection], Awaitable[T]], *, try_only: bool = False) -> T:
+        """Runs `work` in one transaction and commits it; `try_only`: rolls back what it did, and gives its
+        result.
+
+        `work` may run more than once, so it has no effects outside.
+
+        Raises:
+            StoreUnavailable: Postgres is out of reach; nothing happened.
+            CommitUnknown: it may have happened.
+        """
+        for attempt in range(1, ATTEMPTS_MAX + 1):
+            try:
+                return await self._transact(work, try_only)
+            except _Repeat as repeat:
+                if attempt == ATTEMPTS_MAX:
+                    raise translate(repeat.cause) from repeat.cause
+                log.info("transaction_repeated", attempt=attempt, error=str(repeat.cause))
+                # Two that met in a deadlock should not meet again.
+                await asyncio.sleep(random.uniform(0.001, 0.02) * attempt)
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _transact(self, work: Callable[[Connection], Awaitable[T]], try_only: bool) -> T:
+        committing = False
+        try:
+            async with self._pool.connection() as connection:
+                try:
+                    async with connection.transaction():
+                        result = await work(connection)
+                        if try_only:
+                            raise _RolledBack(result)
+                        committing = True
+                except _RolledBack:
+                    return result
+                except (psycopg.errors.DeadlockDetected, psycopg.errors.SerializationFailure) as error:
+                    raise _Repeat(error) from error
+                except (psycopg.OperationalError, psycopg.InterfaceError) as error:
+                    if committing:
+                        raise CommitUnknown from error
+                    if _is_broken(connection, error):
+                        raise _Repeat(error) from error
+                    raise translate(error) from error
+                return result
+        except (PoolTimeout, PoolClosed, TooManyRequests) as error:
+            raise StoreUnavailable("Postgres", str(error)) from error
+
+    async def now_us(self) -> int:
+        """The cluster clock, read in Postgres."""
+
+        async def ask(connection: Connection) -> int:
+            return await cluster_now_us(connection)
+
+        return await self.read(ask)
+
+
+class _Repeat(Exception):
+    def __init__(self, cause: psycopg.Error) -> None:
+        self.cause = cause
+
+
+async def cluster_now_us(connection: Connection) -> int:
+    row = await (await connection.execute(_COMMON["now"])).fetchone()
+    if row is None:
+        raise StoreUnavailable("Postgres", "the database has no cluster yet: run `tickwheel migrate`")
+    return int(row[0])
+
+
+async def check_idle(connection: Connection) -> None:
+    """Raises where the server has said goodbye while the connection was idle; asks the server nothing."""
+    poll = select.poll()
+    poll.register(connection.pgconn.socket, select.POLLIN | select.POLLHUP | select.POLLERR)
+    if poll.poll(0):
+        connection.pgconn.consume_input()
+        if connection.pgconn.status != psycopg.pq.ConnStatus.OK:
+            raise psycopg.OperationalError("the connection was closed while it was idle")
+
+
+def _is_broken(connection: Connection, error: psycopg.Error) -> bool:
+    return connection.broken or connection.closed or isinstance(error, psycopg.errors.AdminShutdown)
+
+
+def translate(error: psycopg.Error) -> StoreUnavailable:
+    """What a caller is told of an operational error."""
+    if isinstance(error, psycopg.errors.QueryCanceled):
+        return StoreUnavailable("Postgres", "it took too long")
+    lines = str(error).strip().splitlines()
+    return StoreUnavailable("Postgres", lines[0] if lines else type(error).__name__)
