@@ -93,17 +93,19 @@ class Source(Protocol):
         """How many instants lie in ``(after_us, until_us]``; may stop counting at ``count_max``."""
 
 
-class CronPattern:
-    """The wall times of a cron expression."""
+class DayTimesPattern:
+    """Wall times that are some days, each with the same times of day. A subclass says which days."""
 
-    __slots__ = ("_bits", "_expression", "_times", "_years", "is_wildcard")
+    __slots__ = ("_months_max", "_times", "is_wildcard")
 
-    def __init__(self, expression: CronExpression) -> None:
-        self._expression = expression
-        self._times = _times_of_day(expression.second_mask, expression.minute_mask, expression.hour_mask)
-        self._bits: dict[int, int] = {}
-        self._years = expression.years
-        self.is_wildcard = expression.is_wildcard
+    def __init__(self, times: tuple[int, ...], months_max: int, *, is_wildcard: bool) -> None:
+        self._times = times
+        self._months_max = months_max
+        self.is_wildcard = is_wildcard
+
+    def _month_bits(self, year: int, month: int, length: int, first_weekday: int) -> int:
+        """The matching days of a month: bit n for day n. ``first_weekday``: 0 = Sunday."""
+        raise NotImplementedError
 
     def next_local(self, local_s: int) -> int | None:
         day, time_s = divmod(local_s, DAY_S)
@@ -179,17 +181,6 @@ class CronPattern:
             year, month = (year, month + 1) if month < 12 else (year + 1, 1)
         return count
 
-    def _month_bits(self, year: int, month: int, length: int, first_weekday: int) -> int:
-        if not self._expression.month_mask >> month & 1:
-            return 0
-        if self._years is not None and year not in self._years:
-            return 0
-        key = length << 3 | first_weekday
-        bits = self._bits.get(key)
-        if bits is None:
-            bits = self._bits[key] = self._expression.day_bits(length, first_weekday)
-        return bits
-
     def _next_day(self, day: int) -> int | None:
         """The first matching day at or after ``day`` (days since 1970)."""
         if day > DAY_MAX:
@@ -198,7 +189,7 @@ class CronPattern:
         year, month = start.year, start.month
         first = day - start.day + 1
         bits = -1 << start.day
-        for _ in range(_CYCLE_MONTHS + 1):
+        for _ in range(self._months_max + 1):
             length = month_length(year, month)
             # 1970-01-01 was a Thursday, 4 counted from Sunday.
             bits &= self._month_bits(year, month, length, (first + 4) % 7)
@@ -236,6 +227,30 @@ class CronPattern:
             if month < 1:
                 month, year = 12, year - 1
             first -= month_length(year, month)
+
+
+class CronPattern(DayTimesPattern):
+    """The wall times of a cron expression."""
+
+    __slots__ = ("_bits", "_expression", "_years")
+
+    def __init__(self, expression: CronExpression) -> None:
+        times = _times_of_day(expression.second_mask, expression.minute_mask, expression.hour_mask)
+        super().__init__(times, _CYCLE_MONTHS, is_wildcard=expression.is_wildcard)
+        self._expression = expression
+        self._bits: dict[int, int] = {}
+        self._years = expression.years
+
+    def _month_bits(self, year: int, month: int, length: int, first_weekday: int) -> int:
+        if not self._expression.month_mask >> month & 1:
+            return 0
+        if self._years is not None and year not in self._years:
+            return 0
+        key = length << 3 | first_weekday
+        bits = self._bits.get(key)
+        if bits is None:
+            bits = self._bits[key] = self._expression.day_bits(length, first_weekday)
+        return bits
 
 
 @lru_cache(maxsize=512)

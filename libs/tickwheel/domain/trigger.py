@@ -321,7 +321,11 @@ def _source(trigger: Trigger, start_us: int | None) -> Source:
     if trigger.interval is not None:
         return _interval_source(trigger.interval)
     if trigger.rrule is not None:
-        raise TriggerInvalid("rrule", "recurrence rules are not supported yet")
+        # Imported here because few triggers want it, and the command line is to start quickly.
+        from tickwheel.domain import rrule
+
+        rule = rrule.parse(trigger.rrule.text, in_zone, start_us)
+        return ZonedSource(rule, in_zone, trigger.dst_gap_policy, trigger.dst_overlap_policy)
     if len(trigger.instants_us) > INSTANT_COUNT_MAX:
         count = len(trigger.instants_us)
         raise TriggerInvalid("instants", f"{count} instants are more than {INSTANT_COUNT_MAX}")
