@@ -170,7 +170,8 @@ class LeaseTable:
     def live(self, handles: I64) -> I64:
         """The slots of those handles whose lease is LIVE still."""
         slots = handles & 0xFFFFFFFF
-        return slots[(self._generation[slots] == handles >> 32) & (self.state[slots] == LIVE)]
+        alive: I64 = slots[(self._generation[slots] == handles >> 32) & (self.state[slots] == LIVE)]
+        return alive
 
     def is_busy(self, schedule_lo: int) -> bool:
         """Whether a run of the schedule has a live attempt."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from aetcd import rpc
 from tests.integration.etcd_proxy import EtcdProxy
@@ -120,7 +122,7 @@ async def test_an_absurd_ttl_in_an_answer_changes_nothing_and_zero_loses_the_lea
             assert term.trusted_until_mono_us <= mono_us() + TTL_MS * 1_000
             for ttl_s in (0, -1):
                 old = lease.lease_id()
-                await until(lambda old=old: lease.lease_id() != old, 3, f"loss by TTL {ttl_s}")
+                await until(partial(lambda old: lease.lease_id() != old, old), 3, f"loss by TTL {ttl_s}")
 
 
 async def test_a_node_has_one_lease_and_renews_it_three_times_a_ttl(etcd_endpoint: str) -> None:

@@ -142,7 +142,7 @@ async def test_a_timer_tells_its_load_and_withdraws(leader: Node) -> None:
     async def look() -> None:
         while not seen or seen[-1] != 42:
             record = (await leader.registry.snapshot()).timers.get(leader.node_id)
-            seen.append(record and record.load)
+            seen.append(record.load if record is not None else None)
 
     async with running(look()) as (task,):
         await until(task.done, 5, "the load")

@@ -53,7 +53,7 @@ class _Failed(grpc.RpcError):
     def details(self) -> str:
         return self._parts[1]
 
-    def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
+    def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:  # type: ignore[override]
         return self._parts[2]
 
 
