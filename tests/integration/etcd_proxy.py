@@ -31,6 +31,7 @@ class EtcdProxy(grpc.GenericRpcHandler):
         self.calls: Counter[str] = Counter()
         self.open: Counter[str] = Counter()
         self._upstream = upstream
+        self._live: dict[Any, str] = {}
 
     async def __aenter__(self) -> Self:
         self._channel = grpc.aio.insecure_channel(self._upstream)
@@ -48,6 +49,13 @@ class EtcdProxy(grpc.GenericRpcHandler):
     ) -> None:
         await self._server.stop(0)
         await self._channel.close()
+
+    def sever(self, *names: str) -> None:
+        """Refuse these from now on, and break those that are open: nothing reaches etcd any more."""
+        self.refuse.update(dict.fromkeys(names, grpc.StatusCode.UNAVAILABLE))
+        for call, name in list(self._live.items()):
+            if name in names:
+                call.cancel()
 
     async def cut(self) -> None:
         """Break every connection and accept no more."""
@@ -72,6 +80,7 @@ class EtcdProxy(grpc.GenericRpcHandler):
                     await self.hold[name].wait()
                 metadata = [pair for pair in context.invocation_metadata() if pair[0] in _PASSED_ON]
                 call = self._channel.stream_stream(method)(requests, metadata=metadata)
+                self._live[call] = name
                 async for response in call:
                     if name not in self.drop:
                         yield self.rewrite.get(name, bytes)(response)
@@ -79,9 +88,14 @@ class EtcdProxy(grpc.GenericRpcHandler):
                     await asyncio.Event().wait()  # the end is swallowed too: the client must give up itself
             except grpc.aio.AioRpcError as error:
                 await context.abort(error.code(), error.details() or "")
+            except asyncio.CancelledError:
+                if name not in self.refuse:
+                    raise
+                await context.abort(self.refuse[name], "severed")
             finally:
                 self.open[name] -= 1
                 if call is not None:
+                    self._live.pop(call, None)
                     call.cancel()
 
         return grpc.stream_stream_rpc_method_handler(forward)
