@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 TTL = 3
 """One lease, in ticks, where thirds matter (heartbeats, simple workers). Two ticks are enough elsewhere."""
@@ -272,7 +272,7 @@ class Model:
         worker_dead = min(s.worker_dead, self.scenario.lapse_bound) + 1 if s.worker_dead >= 0 else -1
         dead = min(s.dead + 1, self.ttl) if s.dead >= 0 else -1
         state = s._replace(
-            timers=timers,
+            timers=(timers[0], timers[1]),
             worker=w._replace(until=until, x=x, beaten=(False, False)),
             dead=dead,
             worker_dead=worker_dead,
@@ -396,7 +396,7 @@ class Model:
                     done = (*call[:2], "answered", result, *call[4:])
                     finds = "commits" if result == "ok" else f"finds: {result}"
                     label = f"Postgres: {name}'s {call[0]} of X {finds}"
-                    after = t._replace(**{slot: done})
+                    after = t._replace(**cast(dict[str, Any], {slot: done}))
                     new = s._replace(pg=pg, timers=put(s.timers, i, after))
                     if self.answers_are_told_apart(s):
                         yield Step(label, new, broken)
@@ -641,7 +641,7 @@ class Model:
         kind, epoch, _, result, instant, extra = getattr(t, slot)
         name, rules = NAMES[i], self.rules
         label = f"{name} learns of its {kind}: {result}"
-        t = t._replace(**{slot: None})
+        t = t._replace(**cast(dict[str, Any], {slot: None}))
         broken = ""
         if kind == "take":
             if result == "refused":
