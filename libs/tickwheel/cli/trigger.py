@@ -10,6 +10,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from tickwheel.domain import describe
 from tickwheel.domain import trigger as triggers
 from tickwheel.domain.trigger import (
     Cron,
@@ -76,14 +77,20 @@ def print_next(
         trigger_set = TriggerSet((made,))
         if name is not None:
             trigger_set = triggers.resolve_hash(trigger_set, name)
-        found_us = triggers.compile(trigger_set).between(after_us, triggers.NEVER_US, count)
+        compiled = triggers.compile(trigger_set)
+        found_us = compiled.between(after_us, triggers.NEVER_US, count)
     except InvalidArgument as error:
         _refuse(error)
     if as_json:
         typer.echo(json.dumps([format_instant(instant_us) for instant_us in found_us]))
         return
-    for instant_us in found_us:
-        typer.echo(format_instant(instant_us))
+    shown = describe.preview(compiled, after_us, count)
+    typer.echo(shown.description)
+    for occurrence in shown.occurrences:
+        words = (format_instant(occurrence.schedule_time_us), occurrence.utc_offset, occurrence.adjustment)
+        typer.echo("  ".join(words).rstrip())
+    for warning in shown.warnings:
+        typer.echo(f"warning: {warning}")
 
 
 def format_instant(instant_us: int) -> str:

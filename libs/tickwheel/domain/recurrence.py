@@ -270,14 +270,14 @@ def _times_of_day(second_mask: int, minute_mask: int, hour_mask: int) -> tuple[i
 class ZonedSource:
     """A pattern of wall times, as instants of a zone."""
 
-    __slots__ = ("_gap", "_overlap", "_segment", "pattern", "zone")
+    __slots__ = ("_segment", "gap_policy", "overlap_policy", "pattern", "zone")
 
     def __init__(self, pattern: Pattern, zone: Zone, gap: DstGapPolicy, overlap: DstOverlapPolicy) -> None:
         self.pattern = pattern
         self.zone = zone
         # A wildcard pattern follows real time: that is what these two mean.
-        self._gap = DstGapPolicy.SKIP if pattern.is_wildcard else gap
-        self._overlap = DstOverlapPolicy.BOTH if pattern.is_wildcard else overlap
+        self.gap_policy = DstGapPolicy.SKIP if pattern.is_wildcard else gap
+        self.overlap_policy = DstOverlapPolicy.BOTH if pattern.is_wildcard else overlap
         self._segment: Segment = zone.segment(zone.index_at(0))
 
     def next_after(self, base_us: int) -> int | None:
@@ -313,12 +313,12 @@ class ZonedSource:
         for _ in range(_SEGMENTS_MAX):
             segment = self.zone.segment(index)
             found_s = FOREVER_S
-            gap_s = segment.gap_size_s if self._gap != "SKIP" and segment.start_s > -FOREVER_S else 0
+            gap_s = segment.gap_size_s if self.gap_policy != "SKIP" and segment.start_s > -FOREVER_S else 0
             into_s = at_s - segment.start_s
-            if gap_s and self._gap == "RUN_AT_GAP_END" and into_s == 0:
+            if gap_s and self.gap_policy == "RUN_AT_GAP_END" and into_s == 0:
                 if next_local(segment.seen_until_local_s) < segment.seen_until_local_s + gap_s:
                     found_s = segment.start_s
-            elif gap_s and self._gap == "RUN_SHIFTED" and into_s < gap_s:
+            elif gap_s and self.gap_policy == "RUN_SHIFTED" and into_s < gap_s:
                 shifted_s = next_local(segment.seen_until_local_s + into_s) - segment.seen_until_local_s
                 if shifted_s < gap_s:
                     found_s = segment.start_s + shifted_s
@@ -338,9 +338,9 @@ class ZonedSource:
     def _window(self, segment: Segment, first_s: int, end_s: int) -> tuple[int, int]:
         """The wall times that fire as written within ``[first_s, end_s)`` of a segment."""
         low_s, high_s = first_s + segment.offset_s, end_s + segment.offset_s
-        if self._overlap == "FIRST":
+        if self.overlap_policy == "FIRST":
             low_s = max(low_s, segment.seen_until_local_s)
-        elif self._overlap == "SECOND":
+        elif self.overlap_policy == "SECOND":
             high_s = min(high_s, segment.recurs_from_local_s)
         return low_s, high_s
 
@@ -386,7 +386,7 @@ class ZonedSource:
             part_end_s = min(end_s, segment.end_s)
             # What a gap adds lies within its own width after the change, and may fall on ordinary instants.
             mixed_until_s = min(part_end_s, segment.start_s + segment.gap_size_s)
-            if segment.start_s <= -FOREVER_S or self._gap == "SKIP" or first_s >= mixed_until_s:
+            if segment.start_s <= -FOREVER_S or self.gap_policy == "SKIP" or first_s >= mixed_until_s:
                 mixed_until_s = first_s
             else:
                 count += len(self._within(segment, first_s, mixed_until_s, DAY_S, is_newest=False))
@@ -405,12 +405,12 @@ class ZonedSource:
         found = (
             [local_s - segment.offset_s for local_s in take(low_s, high_s, limit)] if low_s < high_s else []
         )
-        gap_s = segment.gap_size_s if self._gap != "SKIP" and segment.start_s > -FOREVER_S else 0
+        gap_s = segment.gap_size_s if self.gap_policy != "SKIP" and segment.start_s > -FOREVER_S else 0
         if not gap_s:
             return found
         seen_s = segment.seen_until_local_s
         extra: Iterable[int] = ()
-        if self._gap == "RUN_AT_GAP_END":
+        if self.gap_policy == "RUN_AT_GAP_END":
             if first_s == segment.start_s and self.pattern.take_local(seen_s, seen_s + gap_s, 1):
                 extra = (first_s,)
         else:
@@ -481,10 +481,10 @@ class InstantsSource:
 class ExcludingSource:
     """A source without some local dates. It jumps over a date, however often the source fires within it."""
 
-    __slots__ = ("_ends_us", "_source", "_starts_us")
+    __slots__ = ("_ends_us", "_starts_us", "source")
 
     def __init__(self, source: Source, zone: Zone, dates: Iterable[date]) -> None:
-        self._source = source
+        self.source = source
         self._starts_us: list[int] = []
         self._ends_us: list[int] = []
         stretches = [
@@ -499,7 +499,7 @@ class ExcludingSource:
 
     def next_after(self, base_us: int) -> int | None:
         for _ in range(len(self._starts_us) + 1):
-            found_us = self._source.next_after(base_us)
+            found_us = self.source.next_after(base_us)
             if found_us is None:
                 return None
             index = bisect_right(self._starts_us, found_us) - 1
@@ -511,7 +511,7 @@ class ExcludingSource:
     def take(self, after_us: int, until_us: int, limit: int) -> list[int]:
         found: list[int] = []
         for low_us, high_us in self._allowed(after_us, until_us):
-            found += self._source.take(low_us, high_us, limit - len(found))
+            found += self.source.take(low_us, high_us, limit - len(found))
             if len(found) >= limit:
                 break
         return found
@@ -520,7 +520,7 @@ class ExcludingSource:
         parts: list[list[int]] = []
         count = 0
         for low_us, high_us in reversed(self._allowed(after_us, until_us)):
-            part = self._source.take_newest(low_us, high_us, limit - count)
+            part = self.source.take_newest(low_us, high_us, limit - count)
             parts.append(part)
             count += len(part)
             if count >= limit:
@@ -530,7 +530,7 @@ class ExcludingSource:
     def count(self, after_us: int, until_us: int, count_max: int) -> int:
         count = 0
         for low_us, high_us in self._allowed(after_us, until_us):
-            count += self._source.count(low_us, high_us, count_max - count)
+            count += self.source.count(low_us, high_us, count_max - count)
             if count >= count_max:
                 break
         return count
