@@ -7,6 +7,7 @@ id whose transaction was rolled back would.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
 from typing import TypeVar
 
 from tickwheel.domain import trigger
@@ -34,31 +35,38 @@ class _Bounded(dict[K, V]):
         return value
 
 
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """`spread` as it was when the tenant was first asked for: schedules are placed by the row itself."""
+
+    tenant_id: int
+    name: str
+    spread: int
+
+
 class Catalog:
     """One for each process."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self._tenants: _Bounded[str, int] = _Bounded()
-        self._tenant_names: _Bounded[int, str] = _Bounded()
+        self._tenants: _Bounded[str, Tenant] = _Bounded()
         self._routes: _Bounded[tuple[str, str], int] = _Bounded()
         self._templates: _Bounded[int, JobTemplate] = _Bounded()
         self._triggers: _Bounded[int, CompiledTrigger] = _Bounded()
 
-    async def tenant_id(self, name: str) -> int:
+    async def tenant(self, name: str) -> Tenant:
         """Raises NotFound."""
         known = self._tenants.get(name)
         if known is not None:
             return known
 
-        async def ask(connection: Connection) -> int | None:
+        async def ask(connection: Connection) -> Tenant | None:
             row = await (await connection.execute(_SQL["tenant"], {"name": name})).fetchone()
-            return None if row is None else int(row[0])
+            return None if row is None else Tenant(row[0], name, row[1])
 
         found = await self._database.read(ask)
         if found is None:
             raise NotFound(f"tenants/{name}")
-        self._tenant_names.put(found, name)
         return self._tenants.put(name, found)
 
     async def route_id(self, queue: str, kind: str) -> int:

@@ -64,6 +64,7 @@ async def insert(
     """Waiting runs with their timer rows. `routes` and `shards` say each run's; all share `origin`."""
     count = len(runs)
     due_us = np.fromiter((run.due_us for run in runs), dtype=np.int64, count=count)
+    due_us[due_us == 0] = now_us
     heads = _heads(shards, now_us)
     tails = np.frombuffer(os.urandom(8 * count), dtype=np.uint64)
     has_labels = any(run.labels for run in runs)

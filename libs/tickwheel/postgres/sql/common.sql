@@ -24,7 +24,7 @@ VALUES (%(now)s, %(tenant)s, %(principal)s, %(method)s, %(resource)s, %(request_
         %(etag_after)s, %(changed)s, %(peer)s)
 
 -- name: tenant
-SELECT tenant_id FROM tenant WHERE name = %(name)s
+SELECT tenant_id, spread FROM tenant WHERE name = %(name)s
 
 -- name: tenants_by_id
 SELECT tenant_id, name FROM tenant WHERE tenant_id = ANY (%(ids)s)
