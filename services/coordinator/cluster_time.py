@@ -1,4 +1,6 @@
-"""The cluster clock as this coordinator estimates it, for stamps and horizons; mutations read it in Postgres."""
+"""The cluster clock as this coordinator estimates it, for stamps and horizons; mutations read it in
+Postgres.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ SAMPLE_INTERVAL_MS = 5_000
 
 
 class ClusterTime:
-    """Postgres' clock anchored to this host's monotonic one: a jump of the wall clock here changes nothing."""
+    """Postgres' clock anchored to this host's monotonic one: a jump of the wall clock here changes
+    nothing.
+    """
 
     def __init__(self, database: Database) -> None:
         self._database = database

@@ -1,6 +1,6 @@
 """Filters of lists: terms joined by AND, each on a field that the method names. Pure.
 
-    state = PAUSED AND labels.team = "billing" AND name : "nightly-*"
+state = PAUSED AND labels.team = "billing" AND name : "nightly-*"
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def parse(text: str, fields: Iterable[str]) -> list[Term]:
             position = joined.end()
         match = _TERM.match(text, position)
         if match is None:
-            raise FilterInvalid("filter", f'expected a term such as state = PAUSED at column {position + 1}')
+            raise FilterInvalid("filter", f"expected a term such as state = PAUSED at column {position + 1}")
         terms.append(_term(match, known))
         position = match.end()
         if len(terms) > TERM_COUNT_MAX:

@@ -1,7 +1,8 @@
-"""What only the leading coordinator does, beside assigning shards: partitions, retention, resuming what is due.
+"""What only the leading coordinator does, beside assigning shards: partitions, retention, resuming what is
+due.
 
-None of it needs to be done by one alone to be right (partitions are guarded by a lock, a resume by its row); one is
-enough.
+None of it needs to be done by one alone to be right (partitions are guarded by a lock, a resume by its
+row); one is enough.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""How does a coordinator start and end? `python -m tickwheel.services.coordinator`, settings from the environment."""
+"""How does a coordinator start and end? `python -m tickwheel.services.coordinator`, settings from the
+environment.
+"""
 
 from __future__ import annotations
 
@@ -80,9 +82,7 @@ async def serve(process: Process) -> None:
     view = ShardView()
     channels = TimerChannels(view)
     process.on_stop(Phase.CLOSE, "timers", channels.close)
-    nudger = Nudger(
-        view, channels, timeout_ms=settings.nudge_timeout_ms, queue_max=settings.nudge_queue_max
-    )
+    nudger = Nudger(view, channels, timeout_ms=settings.nudge_timeout_ms, queue_max=settings.nudge_queue_max)
     waiters = Waiters(database)
     node = Node(
         node_id=node_id,

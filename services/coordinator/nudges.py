@@ -41,9 +41,7 @@ class _Waiting:
 class Nudger:
     """`run` sends; the rest is called after commits, and returns at once."""
 
-    def __init__(
-        self, view: ShardView, channels: TimerChannels, *, timeout_ms: int, queue_max: int
-    ) -> None:
+    def __init__(self, view: ShardView, channels: TimerChannels, *, timeout_ms: int, queue_max: int) -> None:
         self._view = view
         self._channels = channels
         self._timeout_s = timeout_ms / 1_000

@@ -113,7 +113,9 @@ class RunService(run_service_pb2_grpc.RunServiceServicer):
             interned = await self._intern(run.template, f"{where}.template", known)
             new.append(
                 NewRun(
-                    due_us=convert.time_us(run.due_time, f"{where}.due_time") if run.HasField("due_time") else 0,
+                    due_us=convert.time_us(run.due_time, f"{where}.due_time")
+                    if run.HasField("due_time")
+                    else 0,
                     template=interned.template,
                     template_body=interned.body,
                     template_id=interned.template_id,
@@ -367,7 +369,9 @@ class RunService(run_service_pb2_grpc.RunServiceServicer):
     async def WatchRuns(
         self, request: run_service_pb2.WatchRunsRequest, context: Context
     ) -> AsyncIterator[run_service_pb2.WatchRunsResponse]:
-        """The newest WATCH_RUNS_MAX that match, and those of them that live, are looked at again and again."""
+        """The newest WATCH_RUNS_MAX that match, and those of them that live, are looked at again and
+        again.
+        """
         tenant = await self._node.catalog.tenant(convert.tenant_of(request.parent))
         seen: dict[bytes, tuple[RunState, int, int]] = {}
         first = True
@@ -409,5 +413,3 @@ class RunService(run_service_pb2_grpc.RunServiceServicer):
             connection, self._node.catalog, tenant.tenant_id, tenant.name, keys, full=False
         )
         return [record for record in found if record is not None]
-
-

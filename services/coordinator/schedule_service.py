@@ -46,7 +46,14 @@ from tickwheel.postgres.requests import Done
 from tickwheel.postgres.schedules import Stored
 from tickwheel.rpc import convert
 from tickwheel.services.coordinator import filters
-from tickwheel.services.coordinator.calls import Context, PageTokens, call_of, page_size, principal_of, traceparent_of
+from tickwheel.services.coordinator.calls import (
+    Context,
+    PageTokens,
+    call_of,
+    page_size,
+    principal_of,
+    traceparent_of,
+)
 from tickwheel.services.coordinator.node import Node
 from tickwheel.v1 import job_pb2, run_pb2, schedule_pb2, schedule_service_pb2, schedule_service_pb2_grpc
 
@@ -215,7 +222,9 @@ class ScheduleService(schedule_service_pb2_grpc.ScheduleServiceServicer):
         async def change(connection: Connection, now_us: int) -> tuple[Done, _Nudge | None]:
             stored = await schedules.lock(connection, tenant.tenant_id, tenant.name, name)
             if stored is not None:
-                return await self._update(connection, tenant, stored, request.schedule, paths, context, now_us)
+                return await self._update(
+                    connection, tenant, stored, request.schedule, paths, context, now_us
+                )
             if not request.allow_missing:
                 raise NotFound(request.schedule.name)
             return await self._create(connection, tenant, name, request.schedule, context, now_us)
@@ -300,9 +309,7 @@ class ScheduleService(schedule_service_pb2_grpc.ScheduleServiceServicer):
             payload=spec.payload,
             quarantine_reason=None,
         )
-        route_id = await self._node.catalog.route_id_in(
-            connection, spec.template.queue, spec.template.kind
-        )
+        route_id = await self._node.catalog.route_id_in(connection, spec.template.queue, spec.template.kind)
         await schedules.insert_version(
             connection,
             after,
@@ -327,9 +334,7 @@ class ScheduleService(schedule_service_pb2_grpc.ScheduleServiceServicer):
         await schedules.write_timer(connection, after, state)
         return replace(after, timer=state)
 
-    async def _supersede(
-        self, connection: Connection, tenant: Tenant, stored: Stored, now_us: int
-    ) -> None:
+    async def _supersede(self, connection: Connection, tenant: Tenant, stored: Stored, now_us: int) -> None:
         """Says of what was overdue under the old triggers that it will not run."""
         timer = stored.record.timer
         assert timer is not None
@@ -429,11 +434,10 @@ class ScheduleService(schedule_service_pb2_grpc.ScheduleServiceServicer):
     async def _cancel_live(
         self, connection: Connection, record: ScheduleRecord, reason: str, now_us: int
     ) -> tuple[bytes, ...]:
-        told: list[bytes] = []
-        for run in await schedules.live_runs(connection, record):
-            if await runs.cancel(connection, run, reason, PAUSE_CANCEL_GRACE_US, now_us):
-                told.append(run)
-        return tuple(told)
+        live = await schedules.live_runs(connection, record)
+        return tuple(
+            [run for run in live if await runs.cancel(connection, run, reason, PAUSE_CANCEL_GRACE_US, now_us)]
+        )
 
     async def ResumeSchedule(
         self, request: schedule_service_pb2.ResumeScheduleRequest, context: Context
@@ -506,7 +510,9 @@ class ScheduleService(schedule_service_pb2_grpc.ScheduleServiceServicer):
                 template_id=record.template_id,
                 payload=own or spec.payload,
             )
-            made = await self._insert_manual(connection, tenant, record, new, own is not None, request, now_us)
+            made = await self._insert_manual(
+                connection, tenant, record, new, own is not None, request, now_us
+            )
             run = made.ids[0].tobytes()
             nudges.append(_Nudge(record.shard, run, now_us, now_us))
             answer = convert.run_message(
@@ -637,7 +643,9 @@ class ScheduleService(schedule_service_pb2_grpc.ScheduleServiceServicer):
         compiled: CompiledTrigger | None = None,
         spec: ScheduleSpec | None = None,
     ) -> schedule_pb2.Schedule:
-        """The schedule as it is answered; `full`: with its payload, its effective spec and all next occurrences."""
+        """The schedule as it is answered; `full`: with its payload, its effective spec and all next
+        occurrences.
+        """
         record = stored.record
         message = convert.schedule_message(record)
         status = message.status
@@ -705,7 +713,9 @@ def _mask_paths(request: schedule_service_pb2.UpdateScheduleRequest) -> list[str
     """The fields to take from the request; an empty mask means all that is set."""
     wanted = request.schedule
     if not request.update_mask.paths:
-        paths = [f"spec.{field.name}" for field, _ in wanted.spec.ListFields()] if wanted.HasField("spec") else []
+        paths = (
+            [f"spec.{field.name}" for field, _ in wanted.spec.ListFields()] if wanted.HasField("spec") else []
+        )
         return paths + [name for name in ("labels", "annotations") if getattr(wanted, name)]
     paths = []
     for path in request.update_mask.paths:
@@ -723,7 +733,9 @@ def _mask_paths(request: schedule_service_pb2.UpdateScheduleRequest) -> list[str
 def _merge(
     current: schedule_pb2.Schedule, wanted: schedule_pb2.Schedule, paths: list[str]
 ) -> schedule_pb2.Schedule:
-    """What `current` becomes with the fields of `wanted` that the paths name; one that is unset there is cleared."""
+    """What `current` becomes with the fields of `wanted` that the paths name; one that is unset there is
+    cleared.
+    """
     merged = schedule_pb2.Schedule()
     merged.CopyFrom(current)
     for path in paths:
@@ -766,5 +778,7 @@ def _filter(text: str) -> schedules.Filter:
             else:
                 found = replace(found, name_prefix=name.removesuffix("*"))
         else:
-            found = replace(found, **{term.field: term.value})
+            found = (
+                replace(found, queue=term.value) if term.field == "queue" else replace(found, kind=term.value)
+            )
     return found

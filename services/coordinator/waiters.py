@@ -28,7 +28,9 @@ class Waiters:
     async def wait(self, run: bytes, timeout_ms: int) -> bool:
         """Whether the run ended within the time. Raises LimitExceeded where too many are waited for."""
         if run not in self._waiting and len(self._waiting) >= RUNS_MAX:
-            raise LimitExceeded("runs that are waited for", RUNS_MAX, len(self._waiting) + 1, "TOO_MANY_WAITERS")
+            raise LimitExceeded(
+                "runs that are waited for", RUNS_MAX, len(self._waiting) + 1, "TOO_MANY_WAITERS"
+            )
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting[run].add(future)
         self._wake.set()

@@ -1,4 +1,5 @@
-"""WorkerService's unary methods, forwarded to the timer concerned: for workers that speak to coordinators alone.
+"""WorkerService's unary methods, forwarded to the timer concerned: for workers that speak to coordinators
+alone.
 
 The run's id says the shard, and the shard's owner answers: what it says goes back as it is, errors included.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -30,6 +32,16 @@ class WorkerService(worker_service_pb2_grpc.WorkerServiceServicer):
     def __init__(self, node: Node) -> None:
         self._node = node
         self._turn = itertools.count()
+
+    async def Work(
+        self, request_iterator: AsyncIterator[worker_service_pb2.WorkRequest], context: Context
+    ) -> AsyncIterator[worker_service_pb2.WorkResponse]:
+        """Streams go to the timers themselves."""
+        await context.abort(
+            grpc.StatusCode.UNIMPLEMENTED,
+            "timers serve Work: ClusterService.WatchTimers tells their addresses",
+        )
+        yield worker_service_pb2.WorkResponse()
 
     async def RenewLease(
         self, request: worker_service_pb2.RenewLeaseRequest, context: Context
@@ -97,7 +109,9 @@ class WorkerService(worker_service_pb2_grpc.WorkerServiceServicer):
         forwarded.wait_duration_max.FromMilliseconds(wait_ms)
         chosen = timers[next(self._turn) % len(timers)]
         try:
-            answer: worker_service_pb2.AcquireLeasesResponse = await self._call(chosen, "AcquireLeases", forwarded)
+            answer: worker_service_pb2.AcquireLeasesResponse = await self._call(
+                chosen, "AcquireLeases", forwarded
+            )
             return answer
         except grpc.aio.AioRpcError as error:
             if error.code() is not grpc.StatusCode.UNAVAILABLE or len(timers) == 1:

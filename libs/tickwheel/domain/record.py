@@ -10,7 +10,9 @@ from tickwheel.domain.run import AttemptState, Cause, RunState
 
 @dataclass(frozen=True, slots=True)
 class NewRun:
-    """A run to be created: `due_us` is on the cluster clock, 0 for now; `template_body` is `encode_template`'s."""
+    """A run to be created: `due_us` is on the cluster clock, 0 for now; `template_body` is
+    `encode_template`'s.
+    """
 
     due_us: int
     template: JobTemplate
