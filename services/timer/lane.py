@@ -23,7 +23,7 @@ from tickwheel.clock import mono_us, random_bytes
 from tickwheel.domain import flags as bits
 from tickwheel.domain import job, retry
 from tickwheel.domain.decision import DecisionReason
-from tickwheel.domain.misfire import MisfireDecision, MisfireRules, decide
+from tickwheel.domain.misfire import MisfireDecision, decide
 from tickwheel.domain.run import AttemptState, Cause, RunState
 from tickwheel.domain.timer_rows import (
     KIND_SCHEDULE,
@@ -46,7 +46,7 @@ from tickwheel.postgres.timer_store import (
 )
 from tickwheel.services.timer import plan
 from tickwheel.services.timer.ready import ReadyQueues
-from tickwheel.services.timer.session import GrantChunk, WorkerSession
+from tickwheel.services.timer.session import WorkerSession
 
 if TYPE_CHECKING:
     from tickwheel.services.timer.node import TimerNode
@@ -91,20 +91,19 @@ class Ended:
         """The first `count` rows, and the rest."""
         if count >= len(self):
             return self, None
-        parts = []
-        for part in (slice(0, count), slice(count, None)):
-            parts.append(
-                Ended(
-                    self.slots[part],
-                    self.attempt_state,
-                    self.results[part] if self.results is not None else None,
-                    self.result_types[part] if self.result_types is not None else None,
-                    self.failures[part] if self.failures is not None else None,
-                    self.not_before_ms[part] if self.not_before_ms is not None else None,
-                    self.tries,
-                )
+        first, rest = (
+            Ended(
+                self.slots[part],
+                self.attempt_state,
+                self.results[part] if self.results is not None else None,
+                self.result_types[part] if self.result_types is not None else None,
+                self.failures[part] if self.failures is not None else None,
+                self.not_before_ms[part] if self.not_before_ms is not None else None,
+                self.tries,
             )
-        return parts[0], parts[1]
+            for part in (slice(0, count), slice(count, None))
+        )
+        return first, rest
 
 
 @dataclass(slots=True)

@@ -3,6 +3,7 @@
 A template is stored once for all runs and schedules that share it, under the hash of its canonical form.
 """
 
+import re
 from enum import IntEnum
 from hashlib import sha256
 
@@ -96,3 +97,12 @@ def decode_failure(body: bytes | str) -> Failure:
 def content_id(body: bytes) -> int:
     """The first 63 bits of SHA-256, at least 1: the id under which a template or trigger is stored."""
     return (int.from_bytes(sha256(body).digest()[:8], "big") >> 1) or 1
+
+
+_DIGITS = re.compile(r"[0-9a-f]*[0-9][0-9a-f]*")
+
+
+def fingerprint(kind: str, message: str) -> str:
+    """Groups failures that are alike: numbers and ids in the message do not count. 16 hexadecimal digits."""
+    shape = _DIGITS.sub("#", message[:512].lower())
+    return sha256(f"{kind}\0{shape}".encode()).hexdigest()[:16]

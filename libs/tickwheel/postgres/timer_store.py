@@ -538,8 +538,10 @@ class TimerStore:
 
     async def outcome_states(
         self, shard: npt.ArrayLike, hi: U64, lo: U64, attempt: npt.ArrayLike
-    ) -> list[tuple[int, int, int, int, Any]]:
-        rows: list[tuple[int, int, int, int, Any]] = await self._details.run(
+    ) -> list[tuple[int, int, int, int, Any, int]]:
+        """For each (run, attempt): (ordinal from 1, the run's state, its last fence, that attempt's
+        fence, the token of its live lease or None, that attempt's state); 0 where there is no row."""
+        rows: list[tuple[int, int, int, int, Any, int]] = await self._details.run(
             _SQL["outcome_state"],
             {"shard": arrays.int2(shard), "run": arrays.uuid(hi, lo), "attempt": arrays.int2(attempt)},
         )

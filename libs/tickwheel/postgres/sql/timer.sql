@@ -90,7 +90,7 @@ SELECT route_id, queue, kind FROM route WHERE route_id > %(after)s ORDER BY rout
 
 -- name: outcome_state
 -- Whether an outcome that finds no lease was recorded before: the fence tells that attempt from others (I6).
-SELECT w.ord, coalesce(r.state, 0), coalesce(r.fence, 0), coalesce(a.fence, 0), l.token
+SELECT w.ord, coalesce(r.state, 0), coalesce(r.fence, 0), coalesce(a.fence, 0), l.token, coalesce(a.state, 0)
   FROM unnest(%(shard)s, %(run)s, %(attempt)s) WITH ORDINALITY AS w(shard, run, attempt, ord)
   LEFT JOIN run r ON r.shard_id = w.shard AND r.id = w.run
   LEFT JOIN attempt a ON a.shard_id = w.shard AND a.run = w.run AND a.number = w.attempt
