@@ -82,28 +82,37 @@ class Ended:
     result_types: Sequence[str | None] | None = None
     failures: Sequence[job.Failure] | None = None
     not_before_ms: Sequence[int] | None = None
+    by_owner: bool = False
+    """The owner ended them (lapsed, timed out, cut off): their worker is told that they are over."""
     tries: int = 0
 
     def __len__(self) -> int:
         return len(self.slots)
 
+    def pick(self, rows: Int64s) -> "Ended":
+        """Some of the rows, by number."""
+        indexes = rows.tolist()
+
+        def some(values: Sequence[Any] | None) -> list[Any] | None:
+            return None if values is None else [values[i] for i in indexes]
+
+        return Ended(
+            self.slots[rows],
+            self.attempt_state,
+            some(self.results),
+            some(self.result_types),
+            some(self.failures),
+            some(self.not_before_ms),
+            self.by_owner,
+            self.tries,
+        )
+
     def head(self, count: int) -> tuple["Ended", "Ended | None"]:
         """The first `count` rows, and the rest."""
         if count >= len(self):
             return self, None
-        first, rest = (
-            Ended(
-                self.slots[part],
-                self.attempt_state,
-                self.results[part] if self.results is not None else None,
-                self.result_types[part] if self.result_types is not None else None,
-                self.failures[part] if self.failures is not None else None,
-                self.not_before_ms[part] if self.not_before_ms is not None else None,
-                self.tries,
-            )
-            for part in (slice(0, count), slice(count, None))
-        )
-        return first, rest
+        everything = np.arange(len(self))
+        return self.pick(everything[:count]), self.pick(everything[count:])
 
 
 @dataclass(slots=True)
@@ -114,6 +123,9 @@ class Batch:
     clock_us: int
     outcomes: Outcomes | None = None
     outcome_slots: Int64s = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    outcome_handles: Int64s = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    """The same leases by handle: a shard that is lost meanwhile frees its slots."""
+    by_owner: Bools = field(default_factory=lambda: np.empty(0, dtype=np.bool_))
     moves: Moves | None = None
     move_handles: Int64s = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     move_sessions: Int32s = field(default_factory=lambda: np.empty(0, dtype=np.int32))
@@ -237,7 +249,7 @@ class Lane:
             details.cancel()
             log.warning("commit_unknown", lane=self.number, rows=batch.row_count, reason=error.reason)
             self._give_credit_back(batch)
-            await node.retake(self, batch, shards.tolist())
+            await node.ownership.retake(self, batch, shards.tolist())
             return
         except BatchRefused as error:
             details.cancel()
@@ -245,7 +257,7 @@ class Lane:
             return
         node.metrics.committed(batch.row_count, mono_us() - began)
         if written.lost:
-            node.lose(written.lost)
+            node.ownership.lost(written.lost, fence)
         await self._apply(batch, written, details)
 
     # Building.
@@ -555,6 +567,8 @@ class Lane:
         order = np.lexsort((batch.outcomes.run_lo, batch.outcomes.run_hi, batch.outcomes.shard))
         batch.outcomes = _pick_columns(batch.outcomes, order)
         batch.outcome_slots = batch.outcome_slots[order]
+        batch.outcome_handles = leases.handles(batch.outcome_slots)
+        batch.by_owner = np.repeat([e.by_owner for e in taken], [len(e) for e in taken])[order]
 
     def _outcomes(self, batch: Batch, taken: Sequence[Ended]) -> Outcomes:
         leases = self._node.leases
@@ -706,19 +720,20 @@ class Lane:
         node = self._node
         leases = node.leases
         slots = batch.outcome_slots
+        here = leases.held(batch.outcome_handles)
         done = np.zeros(len(slots), dtype=np.bool_)
         done[written.outcomes] = True
-        if not done.all():
-            lost = np.isin(outcomes.shard, np.array(written.lost, dtype=np.int16))
-            undecided = ~done & ~lost
-            if undecided.any():
-                node.doubtful_outcomes(self, slots[undecided], batch.ended)
-            slots = slots[done]
+        undecided = here & ~done & ~np.isin(outcomes.shard, np.array(written.lost, dtype=np.int16))
+        if undecided.any():
+            node.doubtful_outcomes(self, slots[undecided], batch.ended)
         again = done & ((outcomes.run_state == RunState.SCHEDULED) | (outcomes.run_state == RunState.HELD))
         if again.any():
             born.append((outcomes.shard[again], outcomes.run_hi[again], outcomes.run_lo[again]))
-        node.tell_recorded(slots)
-        leases.remove(slots)
+        told = here & done
+        node.streams.tell_recorded(slots[told & ~batch.by_owner])
+        if batch.by_owner.any():
+            node.streams.tell_lapsed(slots[told & batch.by_owner], "the lease was ended by its owner")
+        leases.remove(slots[told])
         node.metrics.outcomes(outcomes.attempt_state[done], outcomes.run_state[done])
 
     def _apply_moves(
@@ -867,7 +882,7 @@ class Lane:
             "stream": streams,
             "sequence": np.int64(1) << np.int64(62),
         }
-        text = _hex(columns["token_hi"], columns["token_lo"])
+        text = hex_ids(columns["token_hi"], columns["token_lo"])
         slots = node.leases.add(text, columns)
         node.watch_leases(slots)
         node.metrics.granted(batch.now_us - columns["due_us"])
@@ -917,7 +932,25 @@ class Lane:
         """Nothing was sent: all is as it was."""
         self._give_credit_back(batch)
         self._return_ready(np.unique(np.concatenate([batch.move_handles, batch.grant_handles])))
-        self._ended.extendleft(reversed(batch.ended))
+        if batch.outcomes is None:
+            self._ended.extendleft(reversed(batch.ended))
+            return
+        # A half of a refused batch has only some of the rows.
+        waiting = batch.outcome_slots[self._node.leases.held(batch.outcome_handles)]
+        self.requeue_ended(batch.ended, waiting)
+
+    def requeue_ended(self, ended: Sequence[Ended], slots: Int64s) -> None:
+        """Those rows of `ended` whose leases are in `slots` wait again, before all others."""
+        for part in reversed(ended):
+            chosen = np.flatnonzero(np.isin(part.slots, slots))
+            if len(chosen):
+                self._ended.appendleft(part.pick(chosen))
+        self._wake.set()
+
+    def drop_ended(self, slots: Int64s) -> None:
+        """The leases in `slots` are another owner's now: what waits for them here is not ours to write."""
+        kept = deque(part.pick(np.flatnonzero(~np.isin(part.slots, slots))) for part in self._ended)
+        self._ended = deque(part for part in kept if len(part))
 
     async def _refused(self, batch: Batch, error: BatchRefused) -> None:
         """A batch that fails on data is halved until the culprit is alone (I11)."""
@@ -943,7 +976,7 @@ class Lane:
         self._node.set_aside(handles, [f"Postgres refuses it: {error.reason}"] * len(handles))
 
 
-def _hex(hi: Uint64s, lo: Uint64s) -> list[str]:
+def hex_ids(hi: Uint64s, lo: Uint64s) -> list[str]:
     """32 hexadecimal digits of each pair."""
     both = np.empty((len(hi), 2), dtype=">u8")
     both[:, 0] = hi
@@ -1022,6 +1055,8 @@ def _part(batch: Batch, outcomes: bool, moves: bool, grants: bool, rows: slice) 
     if outcomes and batch.outcomes is not None:
         part.outcomes = _pick_columns(batch.outcomes, rows)
         part.outcome_slots = batch.outcome_slots[rows]
+        part.outcome_handles = batch.outcome_handles[rows]
+        part.by_owner = batch.by_owner[rows]
     if moves and batch.moves is not None:
         keep = np.zeros(len(batch.moves.shard), dtype=np.bool_)
         keep[rows] = True

@@ -173,6 +173,12 @@ class LeaseTable:
         alive: I64 = slots[(self._generation[slots] == handles >> 32) & (self.state[slots] == LIVE)]
         return alive
 
+    def held(self, handles: I64) -> Bools:
+        """Whether each handle still names its lease, live or ending."""
+        slots = handles & 0xFFFFFFFF
+        held: Bools = (self._generation[slots] == handles >> 32) & (self.state[slots] != FREE)
+        return held
+
     def is_busy(self, schedule_lo: int) -> bool:
         """Whether a run of the schedule has a live attempt."""
         return schedule_lo in self._busy

@@ -509,28 +509,10 @@ class Streams:
         for part in ended:
             chosen = np.isin(part.slots, np.array(again, dtype=np.int64))
             if chosen.any() and part.tries < OUTCOME_TRIES_MAX:
-                retried = pick_ended(part, np.flatnonzero(chosen))
+                retried = part.pick(np.flatnonzero(chosen))
                 retried.tries += 1
                 await asyncio.sleep(0.02)
                 lane.push_ended(retried)
-
-
-def pick_ended(ended: Ended, rows: Int64s) -> Ended:
-    """Some rows of it."""
-    indexes = rows.tolist()
-
-    def some(values: Sequence[Any] | None) -> list[Any] | None:
-        return None if values is None else [values[i] for i in indexes]
-
-    return Ended(
-        ended.slots[rows],
-        ended.attempt_state,
-        some(ended.results),
-        some(ended.result_types),
-        some(ended.failures),
-        some(ended.not_before_ms),
-        ended.tries,
-    )
 
 
 def failure_of(message: Any) -> job.Failure:

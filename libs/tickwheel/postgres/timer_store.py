@@ -520,6 +520,15 @@ class TimerStore:
         )
         return rows
 
+    async def load_misfire_rules(
+        self, hi: U64, lo: U64, version: npt.ArrayLike
+    ) -> list[tuple[Any, int, dict[str, Any] | None]]:
+        """(uid, version, the `misfire` of the spec as it was typed) of each."""
+        rows: list[tuple[Any, int, dict[str, Any] | None]] = await self._details.run(
+            _SQL["load_misfire_rules"], {"uid": arrays.uuid(hi, lo), "version": arrays.int8(version)}
+        )
+        return rows
+
     async def load_run_details(self, shard: npt.ArrayLike, hi: U64, lo: U64) -> list[tuple[Any, ...]]:
         rows: list[tuple[Any, ...]] = await self._details.run(
             _SQL["load_run_details"], {"shard": arrays.int2(shard), "run": arrays.uuid(hi, lo)}

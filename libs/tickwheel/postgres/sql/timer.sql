@@ -124,3 +124,9 @@ SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint + c.clock_offse
 
 -- name: cluster
 SELECT cluster_id, shard_count, incarnation, clock_offset_us FROM cluster
+
+-- name: load_misfire_rules
+-- What a catch-up must know of a schedule's version, beside the columns of its timer row.
+SELECT r.uid, r.version, r.spec -> 'misfire'
+  FROM unnest(%(uid)s, %(version)s) AS w(uid, version)
+  JOIN schedule_revision r ON r.uid = w.uid AND r.version = w.version
