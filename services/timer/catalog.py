@@ -93,6 +93,13 @@ class Catalog:
                 self.tenant_ids[name] = tenant
                 self.weights[tenant] = weight
 
+    async def find_tenants(self, names: Iterable[str]) -> None:
+        """Looks tenants up by name."""
+        for tenant, name, weight in await self._store.find_tenants(list(names)):
+            self.tenants[tenant] = name
+            self.tenant_ids[name] = tenant
+            self.weights[tenant] = weight
+
     async def refresh_routes(self) -> bool:
         """Reads the routes that came since; returns whether there were any."""
         rows = await self._store.load_routes(self._route_last)

@@ -723,7 +723,7 @@ class Lane:
         here = leases.held(batch.outcome_handles)
         done = np.zeros(len(slots), dtype=np.bool_)
         done[written.outcomes] = True
-        undecided = here & ~done & ~np.isin(outcomes.shard, np.array(written.lost, dtype=np.int16))
+        undecided = here & ~done
         if undecided.any():
             node.doubtful_outcomes(self, slots[undecided], batch.ended)
         again = done & ((outcomes.run_state == RunState.SCHEDULED) | (outcomes.run_state == RunState.HELD))

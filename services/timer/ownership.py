@@ -22,7 +22,7 @@ import structlog
 from tickwheel.clock import mono_us
 from tickwheel.domain.run import AttemptState
 from tickwheel.domain.shard import EPOCH_TAKING_BITS, GRANTS_PER_EPOCH_MAX, first_fence
-from tickwheel.domain.timer_rows import Int64s
+from tickwheel.domain.timer_rows import Bools, Int64s
 from tickwheel.errors import StoreUnavailable, TickwheelError
 from tickwheel.ports import RegistryError
 from tickwheel.postgres.timer_store import BatchRefused, CommitUnknown, Fence, LeaseRows, ShardBusy
@@ -55,7 +55,6 @@ class Ownership:
         """Shard -> generation under which we took it."""
         self._wake = asyncio.Event()
         self._prove = asyncio.Event()
-        self._background: set[asyncio.Task[None]] = set()
 
     def want(self, desired: Mapping[int, int]) -> None:
         """The registry's newest word."""
@@ -122,7 +121,7 @@ class Ownership:
             warm_ms=(warmed - began) // 1_000,
             gap_ms=(mono_us() - warmed) // 1_000,
         )
-        self._spawn(self._after_taking(taken, epochs, until_us))
+        self._node.spawn(self._after_taking(taken, epochs, until_us))
 
     async def _after_taking(self, taken: list[int], epochs: dict[int, int], until_us: int) -> None:
         try:
@@ -171,7 +170,7 @@ class Ownership:
         node.leases.deadline_mono_us[slots] = learnt_us + node.leases.ttl_us[slots]
         node.watch_leases(slots)
 
-    def _add(self, rows: LeaseRows, which: np.ndarray, tokens: list[str]) -> Int64s:  # type: ignore[type-arg]
+    def _add(self, rows: LeaseRows, which: Bools, tokens: list[str]) -> Int64s:
         now_us = self._node.clock.now_us()
         columns = {
             name: getattr(rows, name)[which]
@@ -334,7 +333,7 @@ class Ownership:
             self.lost(lost, fence)
         worn = [s for s in fence.shards.tolist() if s in node.epochs and self._is_worn(s)]
         if worn:
-            self._spawn(self._renew_epochs(worn))
+            self._node.spawn(self._renew_epochs(worn))
         return tuple(s for s in fence.shards.tolist() if s in node.epochs)
 
     def _is_worn(self, shard: int) -> bool:
@@ -358,8 +357,3 @@ class Ownership:
         except (TimeoutError, RegistryError) as error:
             log.warning("proof_failed", reason=str(error) or "no answer in time")
             return ()
-
-    def _spawn(self, work: "asyncio._CoroutineLike[None]") -> None:  # type: ignore[name-defined]
-        task = asyncio.ensure_future(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)

@@ -111,6 +111,7 @@ class WorkerSession:
         "pending",
         "routes",
         "sequence",
+        "silent",
         "tenants",
         "worker_id",
         "worker_no",
@@ -137,6 +138,9 @@ class WorkerSession:
         self.heard_mono_us = 0
         self.leaving = False
         self.closed = False
+        self.silent = False
+        """Nothing was heard for longer than a heartbeat's interval: it may be frozen, so nothing goes to
+        it."""
         self.sequence = 0
         self.awaiting: tuple[int, int, int] | None = None
         """A heartbeat that waits for its proof: (sent_us of the worker, its last_sequence, received here)."""
@@ -164,7 +168,7 @@ class WorkerSession:
 
     @property
     def credit(self) -> int:
-        if self.closed or self.leaving or self.outbox_grants >= OUTBOX_GRANTS_MAX:
+        if self.closed or self.leaving or self.silent or self.outbox_grants >= OUTBOX_GRANTS_MAX:
             return 0
         return max(0, self.grant_count_max - self.granted_count)
 

@@ -47,8 +47,6 @@ class Stream:
     kinds: tuple[str, ...]
     tenants: tuple[str, ...]
     wake: asyncio.Event = field(default_factory=asyncio.Event)
-    waiters: dict[str, "asyncio.Future[str]"] = field(default_factory=dict)
-    """Of a unary twin: who waits for the answer to an outcome, by token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +72,17 @@ class Streams:
         self._next = 0
         self._questions: list[Question] = []
         self._question_wake = asyncio.Event()
+        self.waiters: dict[str, asyncio.Future[str]] = {}
+        """Unary twins that wait for what becomes of an outcome, by token: "recorded", "superseded",
+        "moved"."""
 
     # Opening and closing.
 
-    async def open(self, hello: pb.Hello) -> Stream:
-        """A new stream. Its worker's attempts that this timer has are held on it from now on."""
+    async def open(self, hello: pb.Hello, *, unary: bool = False) -> Stream:
+        """A new stream. Its worker's attempts that this timer has are held on it from now on.
+
+        With `unary` it only collects grants for one call, and names nothing.
+        """
         node = self._node
         worker_no = await node.store.register_worker(
             hello.worker_id[:128], hello.pool[:63], hello.host[:255], node.clock.now_us()
@@ -101,8 +105,9 @@ class Streams:
         node.sessions[number] = session
         node.leases.renewed_mono_us[number] = 0
         session.heard_mono_us = mono_us()
-        self._named(stream, hello.held, 0)
-        self._release_unnamed(stream)
+        if not unary:
+            self._named(stream, hello.held, 0)
+            self._release_unnamed(stream)
         for lane in node.lanes:
             lane.wake()
         return stream
@@ -137,8 +142,6 @@ class Streams:
         self.by_number.pop(session.number, None)
         node.sessions.pop(session.number, None)
         node.leases.detach(node.leases.of_stream(session.number))
-        for waiter in stream.waiters.values():
-            waiter.cancel()
 
     def update_routes(self) -> None:
         catalog = self._node.catalog
@@ -258,6 +261,7 @@ class Streams:
         node = self._node
         leases = node.leases
         for slot in slots.tolist():
+            self._answer_waiter(leases.tokens[slot], "moved")
             stream = self.by_number.get(int(leases.stream[slot]))
             if stream is None:
                 continue
@@ -338,6 +342,28 @@ class Streams:
                 )
             )
 
+    async def take_outcome(self, outcome: pb.Outcome, timeout_s: float) -> str:
+        """One outcome of a unary twin. Returns "recorded", "superseded" or "moved"; raises TimeoutError."""
+        waiter = asyncio.get_running_loop().create_future()
+        self.waiters[outcome.lease_token] = waiter
+        try:
+            slot = self._node.leases.by_token.get(outcome.lease_token)
+            if slot is None:
+                self._without_lease(None, outcome)
+            elif outcome.WhichOneof("result") == "success":
+                data = outcome.success.result.data or None
+                kind = outcome.success.result.content_type
+                self._end_many(
+                    np.array([slot], dtype=np.int64), [data] if data else None, [kind] if data else None
+                )
+            else:
+                self._end_other(slot, outcome)
+            async with asyncio.timeout(timeout_s):
+                return await waiter
+        finally:
+            if self.waiters.get(outcome.lease_token) is waiter:
+                del self.waiters[outcome.lease_token]
+
     def _end_other(self, slot: int, outcome: pb.Outcome) -> None:
         leases = self._node.leases
         if leases.state[slot] != LIVE:
@@ -362,7 +388,7 @@ class Streams:
             failure = job.Failure(type="NoResult", message="the outcome said neither success nor failure")
             self._node.end(slots, Ended(slots, AttemptState.FAILED, failures=[failure]))
 
-    def _without_lease(self, stream: Stream, outcome: pb.Outcome) -> None:
+    def _without_lease(self, stream: Stream | None, outcome: pb.Outcome) -> None:
         """Recorded before (the answer was lost), superseded, moved, or of a shard that is loading."""
         node = self._node
         run = parse_run_id(outcome.run.rpartition("/")[2])
@@ -377,7 +403,7 @@ class Streams:
         hi, lo = int.from_bytes(run[:8], "big"), int.from_bytes(run[8:], "big")
         self._questions.append(
             Question(
-                stream.session.number,
+                -1 if stream is None else stream.session.number,
                 outcome.run,
                 outcome.attempt,
                 outcome.fence,
@@ -389,16 +415,12 @@ class Streams:
         )
         self._question_wake.set()
 
-    def _refuse(self, stream: Stream, run: str, attempt: int, token: str, moved: bool) -> None:
-        held = True
-        stream.session.add_refusal(
-            Refused(
-                run, attempt, token, moved, "the shard is not here" if moved else "the lease was given away"
-            ),
-            _number(token),
-            held,
-        )
-        self._answer_waiter(stream, token, "moved" if moved else "superseded")
+    def _refuse(self, stream: Stream | None, run: str, attempt: int, token: str, moved: bool) -> None:
+        self._answer_waiter(token, "moved" if moved else "superseded")
+        if stream is None:
+            return
+        reason = "the shard is not here" if moved else "the lease was given away"
+        stream.session.add_refusal(Refused(run, attempt, token, moved, reason), _number(token), True)
         stream.wake.set()
 
     async def run_questions(self) -> None:
@@ -423,18 +445,19 @@ class Streams:
         for ordinal, state, run_fence, attempt_fence, token, attempt_state in rows:
             question = asked[ordinal - 1]
             stream = self.by_number.get(question.stream)
-            if stream is None or question.shard not in self._node.epochs:
+            if question.shard not in self._node.epochs:
                 continue
             if token is not None and token.hex == question.token:
                 continue  # The lease is there after all: a batch has just written it. It is said again.
             known = question.fence in (run_fence, attempt_fence) or (not question.fence and run_fence)
             lapsed = attempt_state in (AttemptState.OUTCOME_UNKNOWN, AttemptState.TIMED_OUT)
             if known and not lapsed and state != 0:
-                stream.session.add_recorded(
-                    [question.token], np.array([_number(question.token)], dtype=np.uint64)
-                )
-                self._answer_waiter(stream, question.token, "recorded")
-                stream.wake.set()
+                self._answer_waiter(question.token, "recorded")
+                if stream is not None:
+                    stream.session.add_recorded(
+                        [question.token], np.array([_number(question.token)], dtype=np.uint64)
+                    )
+                    stream.wake.set()
             else:
                 self._refuse(stream, question.run, question.attempt, question.token, False)
 
@@ -442,38 +465,45 @@ class Streams:
         """These outcomes are committed: each worker may forget them."""
         leases = self._node.leases
         streams = leases.stream[slots]
+        if self.waiters:
+            for slot in slots.tolist():
+                self._answer_waiter(leases.tokens[slot], "recorded")
         for number in np.unique(streams).tolist():
             stream = self.by_number.get(number)
             if stream is None:
                 continue
             chosen = slots[streams == number]
-            tokens = [leases.tokens[slot] for slot in chosen.tolist()]
-            stream.session.add_recorded(tokens, leases.token_hi[chosen])
-            if stream.waiters:
-                for token in tokens:
-                    self._answer_waiter(stream, token, "recorded")
+            stream.session.add_recorded(
+                [leases.tokens[slot] for slot in chosen.tolist()], leases.token_hi[chosen]
+            )
             stream.wake.set()
 
-    def _answer_waiter(self, stream: Stream, token: str, answer: str) -> None:
-        waiter = stream.waiters.pop(token, None)
+    def _answer_waiter(self, token: str, answer: str) -> None:
+        waiter = self.waiters.pop(token, None)
         if waiter is not None and not waiter.done():
             waiter.set_result(answer)
 
     def tell_lapsed(self, slots: Int64s, reason: str) -> None:
-        """These leases have run out and were ended: whoever held them must not go on."""
+        """These leases were ended by their owner: whoever held them must not go on."""
         node = self._node
         leases = node.leases
         for slot in slots.tolist():
+            token = leases.tokens[slot]
+            self._answer_waiter(token, "superseded")
             stream = self.by_number.get(int(leases.stream[slot]))
             if stream is not None:
-                stream.session.add_refusal(
-                    Refused(
-                        node.run_name(slot), int(leases.attempt[slot]), leases.tokens[slot], False, reason
-                    ),
-                    int(leases.token_hi[slot]),
-                    True,
-                )
-                self._answer_waiter(stream, leases.tokens[slot], "superseded")
+                refusal = Refused(node.run_name(slot), int(leases.attempt[slot]), token, False, reason)
+                stream.session.add_refusal(refusal, int(leases.token_hi[slot]), True)
+                stream.wake.set()
+
+    def watch_silence(self, silent_us: int, dead_us: int) -> None:
+        """A worker that says nothing gets nothing; one that is silent for a whole TTL is taken for gone."""
+        now = mono_us()
+        for stream in list(self.by_number.values()):
+            quiet_us = now - stream.session.heard_mono_us
+            stream.session.silent = quiet_us > silent_us
+            if quiet_us > dead_us:
+                stream.session.closed = True
                 stream.wake.set()
 
     def cancel(self, slot: int, reason: str, grace_ms: int) -> None:

@@ -541,6 +541,12 @@ class TimerStore:
         )
         return rows
 
+    async def find_tenants(self, names: Sequence[str]) -> list[tuple[int, str, int]]:
+        rows: list[tuple[int, str, int]] = await self._details.run(
+            _SQL["find_tenants"], {"name": arrays.text(list(names))}
+        )
+        return rows
+
     async def load_routes(self, after: int) -> list[tuple[int, str, str]]:
         rows: list[tuple[int, str, str]] = await self._details.run(_SQL["load_routes"], {"after": after})
         return rows

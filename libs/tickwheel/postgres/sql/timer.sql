@@ -130,3 +130,6 @@ SELECT cluster_id, shard_count, incarnation, clock_offset_us FROM cluster
 SELECT r.uid, r.version, r.spec -> 'misfire'
   FROM unnest(%(uid)s, %(version)s) AS w(uid, version)
   JOIN schedule_revision r ON r.uid = w.uid AND r.version = w.version
+
+-- name: find_tenants
+SELECT tenant_id, name, weight FROM tenant WHERE name = ANY (%(name)s)

@@ -1,0 +1,3 @@
+from tickwheel.services.timer.main import main
+
+main()
