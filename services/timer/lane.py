@@ -309,7 +309,8 @@ class Lane:
         self._settle.clear()
         entries = self._node.entries
         handles = handles[entries.alive(handles)]
-        return handles[entries.state[entries.slot(handles)] == READY]
+        waiting: Int64s = handles[entries.state[entries.slot(handles)] == READY]
+        return waiting
 
     async def _take_due(self, batch: Batch, handles: Int64s, sessions: Int32s, settle: Int64s) -> None:
         node = self._node
@@ -1025,7 +1026,7 @@ def _pick_moves(moves: Moves, keep: Bools) -> Moves:
 
 def _pick_columns(part: Any, rows: Any) -> Any:
     """The same rows of every column of an `Outcomes` or `RunGrants`."""
-    picked = {}
+    picked: dict[str, Any] = {}
     for name in part.__dataclass_fields__:
         value = getattr(part, name)
         if value is None:

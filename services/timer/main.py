@@ -106,8 +106,9 @@ async def drain(node: TimerNode, registry: EtcdRegistry) -> None:
     except RegistryError as error:
         log.warning("drain_not_asked", reason=str(error))
         return
-    while node.epochs:
-        await asyncio.sleep(0.05)
+    if node.epochs:
+        node.emptied.clear()
+        await node.emptied.wait()
     node.drain_streams()
     # Workers hear where their attempts have gone before the streams end.
     await asyncio.sleep(0.2)

@@ -118,6 +118,8 @@ class TimerNode:
         self._postgres_missed_since_us = 0
         self._proof_waiters: list[tuple[int, asyncio.Future[frozenset[int]]]] = []
         self.draining = False
+        self.emptied = asyncio.Event()
+        """Set when the last shard has gone to another."""
         self._silent_us = settings.heartbeat_interval_ms * 1_500
         self._dead_us = settings.attempt_lease_ttl_ms * 1_000
 
@@ -549,7 +551,7 @@ class TimerNode:
 
     async def proof_after(self, mono: int) -> frozenset[int]:
         """The shards that the next proof that begins after `mono` shows to be ours; empty if none comes."""
-        waiter = asyncio.get_running_loop().create_future()
+        waiter: asyncio.Future[frozenset[int]] = asyncio.get_running_loop().create_future()
         self._proof_waiters.append((mono, waiter))
         self.prove_soon()
         try:
@@ -580,6 +582,8 @@ class TimerNode:
 
     def shards_changed(self) -> None:
         self._known_key = (-1, -1, -1)
+        if not self.epochs:
+            self.emptied.set()
         self.metrics.owned(len(self.epochs))
 
     def postgres_seen(self) -> None:

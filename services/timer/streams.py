@@ -344,7 +344,7 @@ class Streams:
 
     async def take_outcome(self, outcome: pb.Outcome, timeout_s: float) -> str:
         """One outcome of a unary twin. Returns "recorded", "superseded" or "moved"; raises TimeoutError."""
-        waiter = asyncio.get_running_loop().create_future()
+        waiter: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.waiters[outcome.lease_token] = waiter
         try:
             slot = self._node.leases.by_token.get(outcome.lease_token)
