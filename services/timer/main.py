@@ -4,7 +4,6 @@ import asyncio
 import sys
 
 import structlog
-from tickwheel.rpc.server import RpcServer
 
 import tickwheel
 from tickwheel.clock import mono_us
@@ -15,6 +14,7 @@ from tickwheel.etcd.registry import EtcdRegistry
 from tickwheel.internal.v1 import timer_service_pb2, timer_service_pb2_grpc
 from tickwheel.ports import RegistryError, RegistrySnapshot, TimerRecord, ViewChange
 from tickwheel.postgres.timer_store import TimerStore
+from tickwheel.rpc.server import RpcServer
 from tickwheel.runtime.config import TimerSettings, load_settings
 from tickwheel.runtime.process import Phase, Process, run_process
 from tickwheel.services.timer.meters import Meters
