@@ -247,7 +247,7 @@ class Peer:
         self.address = ""
         self.renewing = True
         self.recording = True
-        self.silent = False
+        self._silent = False
         self.loading: set[int] = set()
         self.backlog_count = 0
         self.streams: list[PeerStream] = []
@@ -256,6 +256,16 @@ class Peer:
         self._server: grpc.aio.Server | None = None
         # Another zero than the worker's.
         self._clock_zero_us = secrets.randbelow(1_000_000_000_000)
+
+    @property
+    def silent(self) -> bool:
+        return self._silent
+
+    @silent.setter
+    def silent(self, silent: bool) -> None:
+        self._silent = silent
+        for stream in self.streams:
+            stream.wake.set()
 
     def clock_us(self) -> int:
         return time.monotonic_ns() // 1000 + self._clock_zero_us
@@ -321,16 +331,13 @@ class Peer:
                 stream.take(request)
 
         reader = asyncio.ensure_future(read())
+        reader.add_done_callback(lambda _: stream.wake.set())
         try:
             while not reader.done():
                 response = stream.next_response()
                 if response is None:
                     stream.wake.clear()
-                    await asyncio.wait(
-                        {asyncio.ensure_future(stream.wake.wait()), reader},
-                        timeout=0.05,
-                        return_when=asyncio.FIRST_COMPLETED,
-                    )
+                    await stream.wake.wait()
                     continue
                 yield response
         finally:

@@ -61,7 +61,7 @@ def _outcomes(message: pb.WorkRequest, outcomes: Iterable[tuple[Attempt, Outcome
         elif isinstance(outcome, Failed):
             entry.failure.CopyFrom(_failure(outcome))
         elif isinstance(outcome, Released):
-            entry.release.reason = outcome.reason
+            entry.release.reason = _text(outcome.reason)
             if outcome.not_before_us is not None:
                 entry.release.not_before_duration.CopyFrom(_duration(outcome.not_before_us))
         else:
@@ -70,11 +70,19 @@ def _outcomes(message: pb.WorkRequest, outcomes: Iterable[tuple[Attempt, Outcome
 
 def _failure(outcome: Failed) -> job_pb2.Failure:
     failure = job_pb2.Failure(
-        type=outcome.type, message=outcome.message, non_retryable=outcome.non_retryable, stack=outcome.stack
+        type=_text(outcome.type),
+        message=_text(outcome.message),
+        non_retryable=outcome.non_retryable,
+        stack=_text(outcome.stack),
     )
     if outcome.retry_delay_us is not None:
         failure.retry_delay.CopyFrom(_duration(outcome.retry_delay_us))
     return failure
+
+
+def _text(text: str) -> str:
+    """A handler's words, as they can be sent: a lone surrogate has no UTF-8, and would end the stream."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _duration(micros: int) -> Duration:
@@ -93,7 +101,7 @@ def _heartbeat(message: pb.Heartbeat, heartbeat: Heartbeat) -> None:
             fence=attempt.fence,
             lease_token=attempt.token,
             percent=progress.percent,
-            message=progress.message,
+            message=_text(progress.message),
             checkpoint=progress.checkpoint,
         )
     if heartbeat.held is not None:

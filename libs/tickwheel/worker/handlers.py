@@ -162,6 +162,4 @@ def _stack_of(error: BaseException) -> str:
 
 
 def _capped(text: str, chars_max: int) -> str:
-    # A lone surrogate cannot be sent as UTF-8.
-    text = text[:chars_max]
-    return text.encode("utf-8", "replace").decode()
+    return text if len(text) <= chars_max else text[: chars_max - 1] + "…"

@@ -216,7 +216,6 @@ class Streams:
                 if link.call is not None:
                     link.call.cancel()
             self._wake(now_us)
-            self.stats.held = self._holdings.held_count
             self.stats.streams_welcomed = self._holdings.welcomed_count
             if self._every_tick is not None:
                 self._every_tick()
@@ -234,6 +233,7 @@ class Streams:
             self._work.cancel(effects.cancel)
         if effects.abandon:
             self._work.abandon(effects.abandon)
+        self.stats.held = self._holdings.held_count
         self.stats.recorded += len(effects.forget)
         self.stats.moved += len(effects.moved)
         for attempt, why in effects.refused:
