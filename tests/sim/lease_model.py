@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 TTL = 3
 """One lease, in ticks, where thirds matter (heartbeats, simple workers). Two ticks are enough elsewhere."""
@@ -79,6 +79,7 @@ class Rules:
     digest_is_as_of_sequence: bool = True
     recorded_is_numbered: bool = True
     renewed_names_its_sequence: bool = True
+    announced_before_heartbeat: bool = True
     disagreement_renews_nothing: bool = True
     ending_is_not_renewable: bool = True
     ending_enters_no_other_batch: bool = True
@@ -125,9 +126,8 @@ class Timer(NamedTuple):
     second: tuple[Any, ...] | None = None  # another batch; only without `ending_enters_no_other_batch`
     proof: tuple[str, int, bool] | None = None  # made, its answer under way: (kind, epoch, mine)
     doubt: str = ""  # X was listed as running and is not known here: asked, proving (a proof has begun since)
-    waiting: tuple[int, int, bool] | None = (
-        None  # a heartbeat without proof: (sent, sequence, proof begun since)
-    )
+    # A heartbeat that waits for a proof: (sent, sequence, proof begun since, X was held at sending).
+    waiting: tuple[int, int, bool, bool] | None = None
     log: tuple[bool, ...] = ()  # is X the worker's, after each numbered message of this stream; (): closed
     up: tuple[Any, ...] = ()  # worker to timer
     down: tuple[Any, ...] = ()
@@ -203,6 +203,14 @@ def held(worker: Worker) -> bool:
     return worker.x in ("run", "stopped", "done")
 
 
+def with_call(t: Timer, slot: str, call: tuple[Any, ...] | None) -> Timer:
+    return t._replace(call=call) if slot == "call" else t._replace(second=call)
+
+
+def article(kind: str) -> str:
+    return f"an {kind}" if kind[0] in "aeiou" else f"a {kind}"
+
+
 def put(pair: tuple[Any, Any], index: int, value: Any) -> tuple[Any, Any]:
     return (value, pair[1]) if index == 0 else (pair[0], value)
 
@@ -251,17 +259,17 @@ class Model:
                 return (*call[:4], max(call[4] - 1, -self.ttl), *call[5:])
             return call
 
-        timers = tuple(
-            t._replace(
+        def shift_timer(t: Timer) -> Timer:
+            return t._replace(
                 lease=None if t.lease is None else max(t.lease - 1, 0),
-                waiting=t.waiting and (max(t.waiting[0] - 1, -self.ttl), t.waiting[1], t.waiting[2]),
+                waiting=t.waiting and (max(t.waiting[0] - 1, -self.ttl), *t.waiting[1:]),
                 call=shift_call(t.call),
                 up=tuple(map(shift, t.up)),
                 down=tuple(map(shift, t.down)),
                 stale=tuple(map(shift, t.stale)),
             )
-            for t in s.timers
-        )
+
+        timers = (shift_timer(s.timers[A]), shift_timer(s.timers[B]))
         w = s.worker
         asleep = w.frozen and not self.rules.worker_clock_runs_in_suspend
         until = w.until if asleep else max(w.until - 1, 0)
@@ -396,7 +404,7 @@ class Model:
                     done = (*call[:2], "answered", result, *call[4:])
                     finds = "commits" if result == "ok" else f"finds: {result}"
                     label = f"Postgres: {name}'s {call[0]} of X {finds}"
-                    after = t._replace(**cast(dict[str, Any], {slot: done}))
+                    after = with_call(t, slot, done)
                     new = s._replace(pg=pg, timers=put(s.timers, i, after))
                     if self.answers_are_told_apart(s):
                         yield Step(label, new, broken)
@@ -418,7 +426,7 @@ class Model:
             return pg, "moved", ""
         if kind == "grant":
             if pg.row == "LOST":
-                return pg._replace(row="LAPSED"), "other", ""
+                return pg._replace(row="LAPSED"), "granted to another worker", ""
             return (pg._replace(row="LEASED"), "ok", "") if pg.row == "WAITING" else (pg, "stale", "")
         if pg.row == "LEASED":
             row = {"expire": "LAPSED", "release": "RELEASED", "done": "DONE", "stopped": "LAPSED"}[
@@ -544,7 +552,7 @@ class Model:
                 says = "a read in etcd: mine" if mine else "a read in etcd: not mine"
                 if not mine and not rules.etcd_read_is_linearizable:
                     mine, says = True, "a read in etcd, answered by a member that lags: mine"
-            waiting = t.waiting and (t.waiting[0], t.waiting[1], True)
+            waiting = t.waiting and (t.waiting[0], t.waiting[1], True, t.waiting[3])
             new = t._replace(proof=(kind, t.epoch, mine), waiting=waiting, doubt=t.doubt and "proving")
             label = f"{NAMES[i]} makes a proof, {says}"
             if not rules.proof_begun_after_receipt:
@@ -560,7 +568,7 @@ class Model:
         def begin(kind: str, extra: str = "") -> Step:
             call = (kind, t.epoch, "sent", "", 0, extra)
             new = t._replace(call=call, busy=kind)
-            return Step(f"{name} sends a {kind} of X", s._replace(timers=put(s.timers, i, new)))
+            return Step(f"{name} sends {article(kind)} of X", s._replace(timers=put(s.timers, i, new)))
 
         def take(generation: int) -> Step:
             snapshot = "" if rules.load_after_commit else s.pg.row
@@ -641,7 +649,7 @@ class Model:
         kind, epoch, _, result, instant, extra = getattr(t, slot)
         name, rules = NAMES[i], self.rules
         label = f"{name} learns of its {kind}: {result}"
-        t = t._replace(**cast(dict[str, Any], {slot: None}))
+        t = with_call(t, slot, None)
         broken = ""
         if kind == "take":
             if result == "refused":
@@ -741,9 +749,9 @@ class Model:
 
     def renew(self, s: State, i: int, t: Timer, label: str) -> Step:
         assert t.waiting
-        sent, sequence, _ = t.waiting
+        sent, sequence, _, holds = t.waiting
         t = self.send(
-            t._replace(waiting=None), "renewed", sent, sent if s.worker.x == "none" else 0, sequence
+            t._replace(waiting=None), "renewed", sent, sent if s.worker.x == "none" else 0, sequence, holds
         )
         return Step(f"{NAMES[i]} {label}", s._replace(timers=put(s.timers, i, t)))
 
@@ -787,7 +795,7 @@ class Model:
             accepted = new.lease is not None and message[3] != "no" and new.log[message[2]]
             if accepted and new.busy not in ("expire", "release"):  # it is a heartbeat too
                 lease = self.ttl if rules.timer_extends_at_receipt else new.lease
-                new = new._replace(waiting=(message[1], message[2], False), lease=lease)
+                new = new._replace(waiting=(message[1], message[2], False, True), lease=lease)
             yield to(f"receives the list of what the worker holds and {label}", new)
         elif kind == "beat":
             yield self.take_beat(s, i, rest, message)
@@ -858,7 +866,7 @@ class Model:
             t = t._replace(lease=self.ttl)
             if not holds:
                 broken = "liveness: a timer renews, for ever, what its worker does not hold"
-        t = t._replace(waiting=(sent, sequence, False))
+        t = t._replace(waiting=(sent, sequence, False, holds))
         if not rules.proof_before_renewed:
             step = self.renew(s, i, t, "answers Renewed without a proof")
             return step._replace(broken=broken)
@@ -953,10 +961,12 @@ class Model:
             worker = w._replace(member=put(w.member, i, held(w)))
             return to(f"is asked by {name} and lists what it holds: {up[-1][3]}", worker, t._replace(up=up))
         if kind == "renewed":
-            _, sent, echo, covered = message
+            # The worker remembers, by its own stamp, what it held when it sent that heartbeat: `holds`.
+            _, sent, echo, covered, holds = message
             if w.x == "none":
                 w = w._replace(echo=put(w.echo, i, echo))
-            covers = w.since[i] <= covered or not rules.renewed_names_its_sequence
+            covers = w.since[i] <= covered and (holds or not rules.announced_before_heartbeat)
+            covers = covers or not rules.renewed_names_its_sequence
             if w.x == "run" and w.member[i] and covers:
                 counted = sent if rules.worker_counts_renewal_from_sending else 0
                 late = 0 if rules.worker_stops_a_margin_early else 1
@@ -1136,6 +1146,11 @@ SCENARIOS = {
         Scenario("renewal and move", running_at_a(beats=2, reassigns=1)),
         Scenario("move and announcement", running_at_a(beats=1, names=1, reassigns=1)),
         Scenario("move and back", running_at_a(beats=1, reassigns=2)),
+        Scenario("move and back, announced", running_at_a(beats=1, names=1, reassigns=2)),
+        Scenario("break and move", running_at_a(beats=1, names=1, breaks=1, reassigns=1)),
+        Scenario("frozen worker and move", running_at_a(beats=1, freezes=1, reassigns=1)),
+        Scenario("grant, break and move", waiting_at_a(names=1, breaks=1, reassigns=1)),
+        Scenario("grant, move and back", waiting_at_a(names=1, reassigns=2)),
         Scenario("frozen worker", running_at_a(beats=2, freezes=1), etcd_proofs=False),
         Scenario("grant", waiting_at_a(beats=1, losses=1), etcd_proofs=False),
         Scenario("grant and move", waiting_with_both_open(reassigns=1, names=1)),

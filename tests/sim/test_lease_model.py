@@ -45,6 +45,7 @@ SHOWN_BY = {
     "digest_is_as_of_sequence": ("grant", "liveness"),
     "recorded_is_numbered": ("outcome and break", "liveness"),
     "renewed_names_its_sequence": ("grant and break", "I5"),
+    "announced_before_heartbeat": ("move and back, announced", "I5"),
     "disagreement_renews_nothing": ("grant and break", "liveness"),
     "ending_is_not_renewable": ("frozen worker", "I5"),
     "ending_enters_no_other_batch": ("outcome and lost connection", "I6"),
