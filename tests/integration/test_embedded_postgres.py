@@ -11,7 +11,9 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import psycopg
@@ -109,6 +111,24 @@ def test_a_killed_postmaster_starts_again_after_its_last_backend_is_gone(server:
         assert pid in processes_in(server.data_folder)
         os.kill(pid, signal.SIGCONT)
     server.start()
+    assert pid not in processes_in(server.data_folder)
+    assert scalar(server.url(), "SELECT value FROM mark") == 7
+
+
+def test_a_backend_that_is_too_busy_to_notice_is_ended_before_the_next_start(
+    server: EmbeddedPostgres,
+) -> None:
+    server.start()
+    write_mark(server)
+    with closing(psycopg.connect(server.url(), autocommit=True)) as connection:
+        pid = connection.info.backend_pid
+        # Sent, not waited for: it counts for minutes, and looks at nothing else meanwhile.
+        connection.pgconn.send_query(b"SELECT count(*) FROM generate_series(1, 1000000000000::bigint)")
+        server.kill9()
+        assert pid in processes_in(server.data_folder)
+        started = time.monotonic()
+        server.start()
+        assert time.monotonic() - started < 15
     assert pid not in processes_in(server.data_folder)
     assert scalar(server.url(), "SELECT value FROM mark") == 7
 

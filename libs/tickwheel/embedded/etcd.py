@@ -188,6 +188,8 @@ class EmbeddedEtcd:
             *("--listen-client-urls", client_url, "--advertise-client-urls", client_url),
             *("--listen-peer-urls", peer_url, "--initial-advertise-peer-urls", peer_url),
             *("--initial-cluster", f"tickwheel={peer_url}"),
+            # A single member elects itself: the wait for others is only a delay at each start.
+            *("--heartbeat-interval", "50", "--election-timeout", "500"),
             *("--auto-compaction-mode", "periodic", "--auto-compaction-retention", "1h"),
             *("--logger", "zap", "--log-level", "warn"),
         ]

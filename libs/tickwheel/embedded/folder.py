@@ -26,6 +26,7 @@ from pathlib import Path
 from tickwheel.embedded.errors import FolderBusy, FolderUnusable, PortBusy
 
 LOG_END_BYTES_MAX = 4_000
+ORPHANS_SECONDS_MAX = 3.0
 FREE_PORT_LOW = 15_000
 FREE_PORT_TRIES_MAX = 100
 POLL_SECONDS = 0.01
@@ -110,7 +111,7 @@ class Folder:
                 _signal(leader, wanted)
                 if wait_until(all_gone, timeout_seconds):
                     return
-        elif wait_until(all_gone, timeout_seconds):
+        elif wait_until(all_gone, min(timeout_seconds, ORPHANS_SECONDS_MAX)):
             return
         for pid in processes_in(working_folder):
             _signal(pid, signal.SIGKILL)
