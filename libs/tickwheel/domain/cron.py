@@ -88,13 +88,15 @@ class CronExpression:
         by_day = self.day_mask & all_days
         for rule in self.day_rules:
             by_day |= _rule_bit(rule, day_count, first_weekday)
-        by_weekday = 0
-        for day in range(1, day_count + 1):
-            if self.weekday_mask >> (first_weekday + day - 1) % 7 & 1:
-                by_weekday |= 1 << day
+        # The week turned to begin on the month's first day, five times over: bit 0 is then day 1.
+        week = (self.weekday_mask << 7 | self.weekday_mask) >> first_weekday & 0x7F
+        by_weekday = week * _FIVE_WEEKS << 1 & all_days
         for rule in self.weekday_rules:
             by_weekday |= _rule_bit(rule, day_count, first_weekday)
         return by_day | by_weekday if self.is_either_day else by_day & by_weekday
+
+
+_FIVE_WEEKS = 1 | 1 << 7 | 1 << 14 | 1 << 21 | 1 << 28
 
 
 def _rule_bit(rule: DayRule, day_count: int, first_weekday: int) -> int:
@@ -124,7 +126,8 @@ def _rule_bit(rule: DayRule, day_count: int, first_weekday: int) -> int:
     return 1 << day if 1 <= day <= day_count else 0
 
 
-class _Field(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class _Field:
     name: str
     low: int
     high: int
@@ -224,10 +227,13 @@ def parse(expression: str, dialect: Dialect, seed: str | None = None) -> CronExp
             f"{dialect.value} has {_FIELD_COUNTS[dialect]} fields between blanks; this has {len(words)}",
             column,
         )
-    parts = {
-        field.name: _parse_field(field, word, column, seed)
-        for field, (word, column) in zip(fields, words, strict=True)
-    }
+    parts = {}
+    for field, (word, column) in zip(fields, words, strict=True):
+        try:
+            parts[field.name] = _parse_field(field, word, seed if "H" in word.upper() else None)
+        except TriggerInvalid as error:
+            at = error.column or 1
+            raise TriggerInvalid(error.field, error.reason, column + at - 1) from error
     day, weekday = parts["day_of_month"], parts["day_of_week"]
     if dialect is Dialect.QUARTZ and (day.text == "?") == (weekday.text == "?"):
         column = words[5][1]
@@ -269,8 +275,13 @@ def _expand(words: list[tuple[str, int]], dialect: Dialect) -> list[tuple[str, i
     return [(word, column) for word in text.split()]
 
 
-def _parse_field(field: _Field, word: str, column: int, seed: str | None) -> _Part:
-    """The field's mask and rules; the text comes back in upper case with ``H`` resolved."""
+@lru_cache(maxsize=4_096)
+def _parse_field(field: _Field, word: str, seed: str | None) -> _Part:
+    """The field's mask and rules; the text comes back in upper case with ``H`` resolved.
+
+    Columns in errors count from the word's own start: the same word is parsed once, wherever it stands.
+    """
+    column = 1
     if not word.isascii():
         offset = next(i for i, character in enumerate(word) if not character.isascii())
         raise TriggerInvalid(
