@@ -56,7 +56,7 @@ async def main(exporter: InMemorySpanExporter) -> None:
         )
         if sampled:
             traces[grant.run] = int(trace_id, 16)
-        attempts.append(Attempt(grant, grant.run, index, 1, "00", 0, 0, 1, 1, 1, None))
+        attempts.append(Attempt(grant, grant.run, index, 1, "00", 0, 1, 1, 1, None))
     # A span that is current where attempts are taken in is nobody's parent.
     with trace.get_tracer("test").start_as_current_span("outer"):
         executor._begin(attempts)

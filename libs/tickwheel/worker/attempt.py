@@ -86,7 +86,6 @@ class Attempt:
     """One attempt that this worker holds.
 
     grant: the message that brought it, anything with the fields of `tickwheel.v1.Grant`.
-    number: what its token adds to a digest.
     sequence: of the response that granted it, on the stream of `owner`; 0 for one that was announced there.
     lease_us: how long its lease lasts between renewals.
     deadline_us: when the worker stops it, on the worker's monotonic clock. Only ever raised.
@@ -101,7 +100,6 @@ class Attempt:
         "fence",
         "grant",
         "lease_us",
-        "number",
         "outcome",
         "owner",
         "phase",
@@ -121,7 +119,6 @@ class Attempt:
         fence: int,
         token: LeaseToken,
         shard: int,
-        number: int,
         sequence: int,
         lease_us: int,
         deadline_us: int,
@@ -133,7 +130,6 @@ class Attempt:
         self.fence = fence
         self.token = token
         self.shard = shard
-        self.number = number
         self.sequence = sequence
         self.lease_us = lease_us
         self.deadline_us = deadline_us

@@ -36,7 +36,7 @@ from tickwheel.worker.handlers import Handler, Handlers, Release, outcome_of_err
 OUTCOMES_BATCH_MAX = 512
 """Outcomes are handed over when there are so many, or after `FLUSH_DELAY_S`."""
 
-FLUSH_DELAY_S = 0.001
+FLUSH_DELAY_S = 0.002
 
 THREADS_MAX = 64
 

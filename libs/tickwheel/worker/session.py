@@ -25,10 +25,10 @@ from typing import Any
 
 from tickwheel.domain.lease import (
     ClockEcho,
+    HeldDigest,
     TimerMonoUs,
     WorkerMonoUs,
     tightest_echo,
-    token_number,
     worker_deadline_from_grant,
     worker_deadline_from_renewal,
 )
@@ -42,8 +42,6 @@ from tickwheel.worker.attempt import (
     Released,
     Succeeded,
 )
-
-_MASK_64 = (1 << 64) - 1
 
 PROTOCOL_VERSION = 1
 
@@ -236,7 +234,6 @@ class Session:
         self.last_response_us = now_us
         # What this stream's digest covers, by token: granted here, or announced here and not refused.
         self.held: dict[LeaseToken, Attempt] = {}
-        self._digest = 0
         # When each attempt was announced here: the renewal of a heartbeat sent then or later takes it over.
         self._announced_us: dict[LeaseToken, int] = {}
         # No running attempt that is held here lapses before this.
@@ -270,7 +267,8 @@ class Session:
     @property
     def digest(self) -> tuple[int, int]:
         """(count, sum of tokens) of what is held as of the last response taken."""
-        return len(self.held), self._digest
+        held = HeldDigest.of(self.held)
+        return held.count, held.token_sum
 
     @property
     def is_welcomed(self) -> bool:
@@ -382,7 +380,6 @@ class Session:
         default_deadline_us = self._deadline(response.grant_clock_us, now_us, default_us)
         sequence = response.sequence
         held = self.held
-        digest = self._digest
         start = effects.start
         leaving = self.state is not State.OPEN
         for grant in response.grants:
@@ -392,7 +389,6 @@ class Session:
                 deadline_us = self._deadline(response.grant_clock_us, now_us, lease_us)
                 self._lease_us_min = min(self._lease_us_min, lease_us)
             token = grant.lease_token
-            number = token_number(token)
             attempt = Attempt(
                 grant,
                 grant.run,
@@ -400,7 +396,6 @@ class Session:
                 grant.fence,
                 token,
                 grant.shard,
-                number,
                 sequence,
                 lease_us,
                 deadline_us,
@@ -412,13 +407,11 @@ class Session:
             if deadline_us < self.deadline_us_min:
                 self.deadline_us_min = deadline_us
             held[token] = attempt
-            digest += number
             if leaving or deadline_us <= now_us:
                 attempt.finish(Released("the worker stops" if leaving else "the grant came too late"))
                 self._outbox.append(attempt)
             else:
                 start.append(attempt)
-        self._digest = digest & _MASK_64
 
     def _deadline(self, grant_clock_us: int, now_us: int, lease_us: int) -> int:
         # Without a reading there is nothing to place on our clock, whatever echo we have.
@@ -468,14 +461,11 @@ class Session:
     def _recorded(self, tokens: Iterable[LeaseToken], effects: Effects) -> None:
         """Hot: once a run."""
         held = self.held
-        digest = self._digest
         forget = effects.forget
         for token in tokens:
             attempt = held.pop(token, None)
             if attempt is not None:
-                digest -= attempt.number
                 forget.append(attempt)
-        self._digest = digest & _MASK_64
         if self._announced_us or self._progress:
             for attempt in forget:
                 self._announced_us.pop(attempt.token, None)
@@ -568,18 +558,15 @@ class Session:
         self._announced_us.clear()
         self._outbox.clear()
         self._progress.clear()
-        self._digest = 0
         return held
 
     def _hold(self, attempt: Attempt) -> None:
         self.held[attempt.token] = attempt
-        self._digest = (self._digest + attempt.number) & _MASK_64
         self._lease_us_min = min(self._lease_us_min, attempt.lease_us)
         self.deadline_us_min = min(self.deadline_us_min, attempt.deadline_us)
 
     def _drop(self, attempt: Attempt) -> None:
         del self.held[attempt.token]
-        self._digest = (self._digest - attempt.number) & _MASK_64
         self._announced_us.pop(attempt.token, None)
         self._progress.pop(attempt.token, None)
 
@@ -696,7 +683,9 @@ class Session:
         if self._heartbeat_unanswered_us is None:
             self._heartbeat_unanswered_us = now_us
         self._heartbeat_due_us = now_us + self.heartbeat_interval_us()
-        return Heartbeat(now_us, self.last_sequence, len(self.held), self._digest, progress, held)
+        # Once a heartbeat, not once a run: most attempts end between two of them.
+        count, token_sum = self.digest
+        return Heartbeat(now_us, self.last_sequence, count, token_sum, progress, held)
 
 
 def _events(response: Any) -> list[Event]:
