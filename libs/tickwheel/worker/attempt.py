@@ -89,6 +89,7 @@ class Attempt:
     sequence: of the response that granted it, on the stream of `owner`; 0 for one that was announced there.
     lease_us: how long its lease lasts between renewals.
     deadline_us: when the worker stops it, on the worker's monotonic clock. Only ever raised.
+    is_detached: `grant` is a copy, and holds none of the others that came in the same message.
     sent_us: when its outcome was last put into a message.
     owner: the session that granted or last renewed it; None while no timer that is known to own it is
         connected.
@@ -99,6 +100,7 @@ class Attempt:
         "deadline_us",
         "fence",
         "grant",
+        "is_detached",
         "lease_us",
         "outcome",
         "owner",
@@ -136,6 +138,7 @@ class Attempt:
         self.owner = owner
         self.phase: Phase = _RUNNING
         self.outcome: Outcome | None = None
+        self.is_detached = False
         self.sent_us = 0
         self.progress: Progress | None = None
 

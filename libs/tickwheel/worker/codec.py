@@ -29,6 +29,11 @@ def encode(request: Request) -> pb.WorkRequest:
     return message
 
 
+def copy_grant(grant: pb.Grant) -> pb.Grant:
+    """A message by itself. One that was read as part of another keeps all of that in memory, up to 1 MiB."""
+    return pb.Grant.FromString(grant.SerializeToString())
+
+
 def _hello(hello: pb.Hello, identity: Identity, held: Iterable[Attempt], grant_count_max: int) -> None:
     hello.protocol_version = PROTOCOL_VERSION
     hello.worker_id = identity.worker_id

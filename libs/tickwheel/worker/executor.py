@@ -2,7 +2,7 @@
 
 Attempts come in batches from the streams' thread and outcomes go back in batches: one hand-over between the
 threads for each, because a hand-over costs as much as several runs. At most `capacity` handlers run at a
-time; what a timer granted beyond that (its credit had been lowered too late) waits here in order.
+time; what a timer granted beyond that (its credit had been lowered too late) waits here a moment, in order.
 
 Who may stop a handler, and what its outcome then is:
 
@@ -37,6 +37,9 @@ OUTCOMES_BATCH_MAX = 512
 """Outcomes are handed over when there are so many, or after `FLUSH_DELAY_S`."""
 
 FLUSH_DELAY_S = 0.002
+
+OVERFLOW_S = 1.0
+"""How long a grant beyond the capacity waits for a place."""
 
 THREADS_MAX = 64
 
@@ -86,6 +89,7 @@ class Executor:
         # Bounded by the credit that timers were given.
         self._waiting: deque[Attempt] = deque()
         self._finished: list[tuple[Attempt, Outcome]] = []
+        self._overflow_handle: asyncio.TimerHandle | None = None
         self._flush_handle: asyncio.TimerHandle | None = None
         self._is_draining = False
         self._idle = asyncio.Event()
@@ -119,6 +123,25 @@ class Executor:
             return
         self._waiting.extend(attempts)
         self._launch_waiting()
+        if self._waiting and self._overflow_handle is None:
+            self._overflow_handle = self._loop.call_later(
+                OVERFLOW_S, self._hand_back_overflow, self._waiting[-1]
+            )
+
+    def _hand_back_overflow(self, newest: Attempt) -> None:
+        """What has waited since then for a place goes back: its lease would be renewed as long as what runs
+        here goes on, and another worker may be free."""
+        self._overflow_handle = None
+        if newest in self._waiting:
+            while self._waiting:
+                attempt = self._waiting.popleft()
+                self._give(attempt, Released("no place became free"))
+                if attempt is newest:
+                    break
+        if self._waiting:
+            self._overflow_handle = self._loop.call_later(
+                OVERFLOW_S, self._hand_back_overflow, self._waiting[-1]
+            )
 
     def _launch_waiting(self) -> None:
         """Hot: a task a run."""

@@ -200,6 +200,8 @@ class Effects:
     """Outcomes that were not taken: (attempt, the timer's words)."""
     moved: list[Attempt] = field(default_factory=list)
     """The shard has another owner."""
+    detach: list[Attempt] = field(default_factory=list)
+    """Replace their `grant` by a copy."""
     close: str = ""
     """Why the stream is to be ended, empty: it goes on."""
 
@@ -451,6 +453,10 @@ class Session:
             elif attempt.sequence > sequence:
                 continue
             attempt.owner = self
+            if not attempt.is_detached and attempt.phase is Phase.RUNNING:
+                # It lives for longer than most: it must not keep the whole message that brought it.
+                attempt.is_detached = True
+                effects.detach.append(attempt)
             deadline_us = worker_deadline_from_renewal(
                 WorkerMonoUs(sent_us), lease_us, self._margin_us(lease_us)
             )

@@ -30,7 +30,7 @@ from tickwheel.v1 import worker_service_pb2_grpc
 from tickwheel.worker.attempt import Attempt, Outcome, Progress
 from tickwheel.worker.backoff import Backoff
 from tickwheel.worker.channel import ChannelOptions, open_channel
-from tickwheel.worker.codec import encode
+from tickwheel.worker.codec import copy_grant, encode
 from tickwheel.worker.discovery import Discovery
 from tickwheel.worker.holdings import Holdings
 from tickwheel.worker.session import MARGIN_DEFAULT_US, Effects, Identity, ProtocolError, Session
@@ -239,6 +239,8 @@ class Streams:
         for attempt, why in effects.refused:
             self.stats.refused += 1
             _logger.warning("outcome_refused", run=attempt.run, attempt=attempt.attempt, why=why)
+        for attempt in effects.detach:
+            attempt.grant = copy_grant(attempt.grant)
         if self._settled and (effects.forget or effects.refused or effects.abandon):
             self._notice_settled()
 
