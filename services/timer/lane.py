@@ -882,6 +882,7 @@ class Lane:
             "attempt_deadline_us": batch.now_us + self._attempt_us(columns["template"]),
             "stream": streams,
             "sequence": np.int64(1) << np.int64(62),
+            "granted_here": True,
         }
         text = hex_ids(columns["token_hi"], columns["token_lo"])
         slots = node.leases.add(text, columns)

@@ -23,7 +23,9 @@ Bools = npt.NDArray[np.bool_]
 FREE: Final = 0
 LIVE: Final = 1
 ENDING: Final = 2
-"""In an outcome, expiry or cancel batch: no longer renewable, and in no other batch."""
+"""In an outcome batch: no longer renewable, and in no other batch."""
+ENDING_BY_OWNER: Final = 3
+"""In an expiry or cancel batch, likewise; and its shard is left out of its stream's renewals meanwhile."""
 
 NO_STREAM: Final = -1
 STREAM_COUNT_MAX: Final = 1 << 16
@@ -55,6 +57,7 @@ _COLUMNS: Final[dict[str, type[np.generic]]] = {
     "attempt_deadline_us": np.int64,
     "stream": np.int32,
     "sequence": np.int64,
+    "granted_here": np.bool_,
     "state": np.int8,
 }
 
@@ -88,6 +91,8 @@ class LeaseTable:
     attempt_deadline_us: I64
     stream: npt.NDArray[np.int32]
     sequence: I64
+    granted_here: Bools
+    """Granted by this process; others were found in their rows, and may still be on their way to a worker."""
     state: npt.NDArray[np.int8]
 
     def __init__(self, capacity: int = 1024) -> None:
@@ -203,6 +208,14 @@ class LeaseTable:
 
     def of_stream(self, stream: int) -> I64:
         return np.flatnonzero((self.stream == stream) & (self.state != FREE)).astype(np.int64)
+
+    def withheld(self) -> dict[int, set[int]]:
+        """Stream -> shards of which it holds an attempt that its owner is ending at this moment."""
+        found: dict[int, set[int]] = {}
+        ending = np.flatnonzero(self.state == ENDING_BY_OWNER)
+        for stream, shard in zip(self.stream[ending].tolist(), self.shard[ending].tolist(), strict=True):
+            found.setdefault(stream, set()).add(shard)
+        return found
 
     def of_shards(self, shards: Iterable[int]) -> I64:
         wanted = np.fromiter(shards, dtype=np.int16)

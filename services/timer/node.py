@@ -39,7 +39,7 @@ from tickwheel.services.timer.lane import (
     Ended,
     Lane,
 )
-from tickwheel.services.timer.leases import ENDING, LeaseTable
+from tickwheel.services.timer.leases import ENDING, ENDING_BY_OWNER, LeaseTable
 from tickwheel.services.timer.loader import LOOKAHEAD_US, Loader
 from tickwheel.services.timer.meters import Meters
 from tickwheel.services.timer.ownership import Ownership
@@ -454,7 +454,7 @@ class TimerNode:
     def end(self, slots: Int64s, ended: Ended) -> None:
         """Hands ended attempts to the lanes of their shards."""
         leases = self.leases
-        leases.state[slots] = ENDING
+        leases.state[slots] = ENDING_BY_OWNER if ended.by_owner else ENDING
         lanes = self.lane_of[leases.shard[slots]]
         for number in np.unique(lanes).tolist():
             self.lanes[number].push_ended(ended.pick(np.flatnonzero(lanes == number)))
@@ -576,9 +576,7 @@ class TimerNode:
                 waiter.set_result(frozenset(shards))
         if self._proof_waiters:
             self.prove_soon()
-        for stream in list(self.streams.by_number.values()):
-            if stream.session.renewal_proven(begun_us, shards):
-                stream.wake.set()
+        self.streams.proven(begun_us, shards)
 
     def shards_changed(self) -> None:
         self._known_key = (-1, -1, -1)

@@ -27,7 +27,6 @@ from tickwheel.errors import StoreUnavailable, TickwheelError
 from tickwheel.ports import RegistryError
 from tickwheel.postgres.timer_store import BatchRefused, CommitUnknown, Fence, LeaseRows, ShardBusy
 from tickwheel.services.timer.lane import IN_WHEEL, Batch, Lane, hex_ids
-from tickwheel.services.timer.leases import ENDING
 from tickwheel.services.timer.loader import LOOKAHEAD_US
 
 if TYPE_CHECKING:
@@ -252,7 +251,6 @@ class Ownership:
         unknown = np.array([token not in leases.by_token for token in tokens], dtype=np.bool_)
         if unknown.any():
             added = self._add(rows, unknown, tokens)
-            leases.state[added] = ENDING
             node.end_owned(added, AttemptState.RELEASED)
             log.info("unsent_grants_released", lane=lane.number, count=len(added))
 

@@ -53,6 +53,14 @@ class Renewal:
     shards: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Pending:
+    run: str
+    attempt: int
+    shard: int
+    since_us: int
+
+
 @dataclass(slots=True)
 class GrantChunk:
     """Grants of one batch for one stream: opaque frames, with what the session must know of them."""
@@ -105,6 +113,7 @@ class WorkerSession:
         "grant_count_max",
         "granted_count",
         "heard_mono_us",
+        "last_heartbeat",
         "leaving",
         "number",
         "outbox_grants",
@@ -144,8 +153,10 @@ class WorkerSession:
         self.sequence = 0
         self.awaiting: tuple[int, int, int] | None = None
         """A heartbeat that waits for its proof: (sent_us of the worker, its last_sequence, received here)."""
-        self.pending: dict[str, tuple[str, int]] = {}
-        """Announced attempts of shards that are still loading: token -> (run, attempt)."""
+        self.last_heartbeat: tuple[int, int, int] | None = None
+        """The last one that renewed, in the same form."""
+        self.pending: dict[str, Pending] = {}
+        """Announced attempts without a lease here, by token: their shard loads, or a proof has to follow."""
         self.outbox_grants = 0
         # What the worker holds after the last response that it acknowledged, and what each later one changes.
         self._base_count = 0
@@ -277,8 +288,12 @@ class WorkerSession:
         if held_count != self._base_count or held_digest != self._base_digest:
             self._resync = True
             return False
-        self.awaiting = (sent_us, last_sequence, received_us)
+        self.accept(sent_us, last_sequence, received_us)
         return True
+
+    def accept(self, sent_us: int, last_sequence: int, received_us: int) -> None:
+        """A heartbeat with which we agree waits for its proof."""
+        self.awaiting = self.last_heartbeat = (sent_us, last_sequence, received_us)
 
     def named(self, last_sequence: int, numbers: Sequence[int]) -> None:
         """The worker has listed what it holds after `last_sequence`: that is the truth from here on."""

@@ -22,8 +22,8 @@ from tickwheel.domain.timer_rows import Int64s
 from tickwheel.errors import TickwheelError
 from tickwheel.postgres.arrays import join_uuid
 from tickwheel.services.timer.lane import OUTCOME_TRIES_MAX, Ended, Lane
-from tickwheel.services.timer.leases import ENDING, LIVE, NO_STREAM, STREAM_COUNT_MAX
-from tickwheel.services.timer.session import Cancelled, Refused, WorkerSession
+from tickwheel.services.timer.leases import ENDING, FREE, LIVE, NO_STREAM, STREAM_COUNT_MAX
+from tickwheel.services.timer.session import Cancelled, Pending, Refused, WorkerSession
 from tickwheel.v1 import worker_service_pb2 as pb
 
 if TYPE_CHECKING:
@@ -121,14 +121,18 @@ class Streams:
         raise TickwheelError("there are too many streams")
 
     def _release_unnamed(self, stream: Stream) -> None:
-        """A worker that begins a new stream names all it holds: grants of its earlier ones that it does not
-        name never reached it, and are handed back at no cost in attempts."""
+        """A worker that begins a new stream names all it holds: grants of its earlier ones here that it does
+        not name never reached it, and are handed back at no cost in attempts.
+
+        Those that another timer granted keep their grace: they may still be on their way from there.
+        """
         node = self._node
         leases = node.leases
         mine = np.flatnonzero(
             (leases.worker == stream.session.worker_no)
             & (leases.state == LIVE)
             & (leases.stream == NO_STREAM)
+            & leases.granted_here
         ).astype(np.int64)
         if len(mine):
             log.info("grants_never_received", worker=stream.session.worker_id, count=len(mine))
@@ -175,7 +179,7 @@ class Streams:
             self._node.take_progress(heartbeat.progress)
         if heartbeat.held_complete:
             self._named(stream, heartbeat.held, heartbeat.last_sequence)
-            session.awaiting = (heartbeat.sent_us, heartbeat.last_sequence, received)
+            session.accept(heartbeat.sent_us, heartbeat.last_sequence, received)
             renews = True
         else:
             renews = session.heartbeat(
@@ -220,39 +224,67 @@ class Streams:
             leases.worker[listed] = session.worker_no
 
     def _announce(self, session: WorkerSession, run: str, attempt: int, token: str, number: int) -> None:
-        """An announced attempt that is not in the table: not ours, ours and over, or of a shard that
-        loads."""
+        """An announced attempt that is not in the table: another timer's, or one that has to wait.
+
+        That it is over is said only after a proof that begins later than now: an owner that has lost the
+        shard and does not know it yet must not end an attempt that lives on elsewhere.
+        """
         shard = _shard_of(run)
-        if shard in self._node.loading:
-            session.pending[token] = (run, attempt)
+        if shard in self._node.epochs or shard in self._node.loading:
+            session.pending[token] = Pending(run, attempt, shard, mono_us())
+            self._node.prove_soon()
             return
-        moved = shard not in self._node.epochs
-        session.add_refusal(
-            Refused(run, attempt, token, moved, "the shard is not here" if moved else "the lease has ended"),
-            number,
-            True,
-        )
+        session.add_refusal(Refused(run, attempt, token, True, "the shard is not here"), number, True)
 
     def shards_loaded(self, shards: set[int]) -> None:
-        """Shards are ours and loaded: attempts that were announced meanwhile find their leases, or end."""
-        node = self._node
-        leases = node.leases
+        """Shards are ours and loaded: attempts that were announced meanwhile find their leases.
+
+        The heartbeats that came meanwhile renew them, once a proof has followed.
+        """
         for stream in self.by_number.values():
             session = stream.session
-            for token, (run, attempt) in list(session.pending.items()):
-                if _shard_of(run) not in shards:
+            found = False
+            for token, pending in list(session.pending.items()):
+                if pending.shard in shards and self._attach(session, token):
+                    del session.pending[token]
+                    found = True
+            if found and session.last_heartbeat is not None:
+                session.awaiting = session.awaiting or session.last_heartbeat
+                self._node.prove_soon()
+
+    def _attach(self, session: WorkerSession, token: str) -> bool:
+        leases = self._node.leases
+        slot = leases.by_token.get(token)
+        if slot is None:
+            return False
+        leases.deadline_mono_us[slot] = int(leases.deadlines(np.array([slot], dtype=np.int64))[0])
+        leases.stream[slot] = session.number
+        leases.sequence[slot] = 0
+        leases.worker[slot] = session.worker_no
+        return True
+
+    def proven(self, begun_us: int, shards: tuple[int, ...]) -> None:
+        """A proof that began at `begun_us` shows these shards to be ours: renewals, and the end of attempts
+        that were announced before it and have no lease, are answered."""
+        ours = set(shards)
+        withheld = self._node.leases.withheld()
+        for stream in list(self.by_number.values()):
+            session = stream.session
+            for token, pending in list(session.pending.items()):
+                if pending.since_us > begun_us or pending.shard in self._node.loading:
                     continue
-                del session.pending[token]
-                slot = leases.by_token.get(token)
-                if slot is None:
-                    self._announce(session, run, attempt, token, _number(token))
-                else:
-                    leases.stream[slot] = session.number
-                    leases.sequence[slot] = 0
-                    leases.worker[slot] = session.worker_no
-                    leases.deadline_mono_us[slot] = max(
-                        int(leases.deadline_mono_us[slot]), mono_us() + int(leases.ttl_us[slot])
-                    )
+                if pending.shard in ours:
+                    del session.pending[token]
+                    if not self._attach(session, token):
+                        refusal = Refused(pending.run, pending.attempt, token, False, "the lease has ended")
+                        session.add_refusal(refusal, _number(token), True)
+                elif pending.shard not in self._node.epochs:
+                    del session.pending[token]
+                    refusal = Refused(pending.run, pending.attempt, token, True, "the shard is not here")
+                    session.add_refusal(refusal, _number(token), True)
+            left_out = withheld.get(session.number)
+            covered = shards if not left_out else tuple(s for s in shards if s not in left_out)
+            session.renewal_proven(begun_us, covered)
             if session.has_output:
                 stream.wake.set()
 
@@ -522,7 +554,7 @@ class Streams:
         """Outcomes that did not take effect, of shards that are still ours: locked just now, or gone."""
         node = self._node
         leases = node.leases
-        slots = slots[leases.state[slots] == ENDING]
+        slots = slots[(leases.state[slots] != FREE) & (leases.state[slots] != LIVE)]
         rows = await node.store.outcome_states(
             leases.shard[slots], leases.run_hi[slots], leases.run_lo[slots], leases.attempt[slots]
         )
