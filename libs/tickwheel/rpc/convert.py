@@ -54,6 +54,7 @@ ANNOTATION_BYTES_MAX = 64 * 1024
 DISPLAY_NAME_CHARACTERS_MAX = 255
 REASON_CHARACTERS_MAX = 1_024
 DAY_MS = 86_400_000
+_EXACT_MAX = 2**53
 DURATION_MS_MAX = 10 * 366 * DAY_MS
 
 _DIALECTS = {1: Dialect.UNIX, 2: Dialect.UNIX_SECONDS, 3: Dialect.QUARTZ}
@@ -210,7 +211,9 @@ def payload(message: job_pb2.Payload, field: str) -> Payload:
     """Bytes and their media type; `json` becomes its text."""
     if message.WhichOneof("content") == "json":
         try:
-            data = msgspec.json.encode(json_format.MessageToDict(message.json))
+            # A Struct keeps no order of keys and knows no integers: sorted, and 1 rather than 1.0.
+            plain = _plain(json_format.MessageToDict(message.json))
+            data = msgspec.json.encode(plain, order="sorted")
         except (json_format.SerializeToJsonError, msgspec.MsgspecError, RecursionError) as error:
             raise FieldInvalid(_join(field, "json"), f"it is not JSON: {error}") from error
         content_type = "application/json"
@@ -220,6 +223,16 @@ def payload(message: job_pb2.Payload, field: str) -> Payload:
     if len(data) > job.PAYLOAD_BYTES_MAX:
         raise FieldInvalid(field, f"{len(data)} bytes are more than {job.PAYLOAD_BYTES_MAX}")
     return Payload(data, content_type)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    if isinstance(value, float) and value.is_integer() and abs(value) <= _EXACT_MAX:
+        return int(value)
+    return value
 
 
 def payload_message(value: Payload) -> job_pb2.Payload:
