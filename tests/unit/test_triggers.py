@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import calendar
 import random
 from datetime import UTC, date, datetime, timedelta
 from typing import Any
@@ -390,3 +391,43 @@ def test_empty_batches_are_answered() -> None:
     nothing = np.array([], dtype=np.int64)
     assert len(compiled("* * * * *").next_after_many(nothing)) == 0
     assert len(triggers.next_after_grouped([compiled("* * * * *")], nothing.astype(np.intp), nothing)) == 0
+
+
+def month_shapes() -> list[tuple[int, int]]:
+    """A year and month for each of the 28 shapes a month can have: its length and its first weekday."""
+    found: dict[tuple[int, int], tuple[int, int]] = {}
+    for year in range(2000, 2028):
+        for month in range(1, 13):
+            weekday, length = calendar.monthrange(year, month)
+            found.setdefault((length, weekday), (year, month))
+    assert len(found) == 28
+    return sorted(found.values())
+
+
+@pytest.mark.parametrize(("year", "month"), month_shapes())
+def test_every_day_rule_is_right_in_every_shape_of_month(year: int, month: int) -> None:
+    first_weekday, length = calendar.monthrange(year, month)
+    days = [date(year, month, day) for day in range(1, length + 1)]
+    working = [day.day for day in days if day.isoweekday() < 6]
+
+    def matching(day_field: str, weekday_field: str) -> list[int]:
+        parsed = cron.parse(f"0 0 {day_field} * {weekday_field}", Dialect.UNIX)
+        bits = parsed.day_bits(length, (first_weekday + 1) % 7)
+        assert bits < 1 << (length + 1)
+        assert bits & 1 == 0
+        return [day for day in range(1, 32) if bits >> day & 1]
+
+    for wanted in range(1, 32):
+        nearest = [min(working, key=lambda day: abs(day - wanted))] if wanted <= length else []
+        assert matching(f"{wanted}W", "*") == nearest
+        assert matching(str(wanted), "*") == ([wanted] if wanted <= length else [])
+        if wanted <= 30:
+            assert matching(f"L-{wanted}", "*") == ([length - wanted] if wanted < length else [])
+    assert matching("L", "*") == [length]
+    assert matching("LW", "*") == [working[-1]]
+    for weekday in range(7):
+        found = [day.day for day in days if day.isoweekday() % 7 == weekday]
+        assert matching("*", str(weekday)) == found
+        assert matching("*", f"{weekday}L") == found[-1:]
+        for nth in range(1, 6):
+            assert matching("*", f"{weekday}#{nth}") == found[nth - 1 : nth]

@@ -123,13 +123,12 @@ class CompiledTrigger:
     It remembers its last answer: between two occurrences every base has the same next one.
     """
 
-    __slots__ = ("_memo_from_us", "_memo_next_us", "_memo_until_us", "_sources", "trigger_set")
+    __slots__ = ("_memo", "_sources", "trigger_set")
 
     def __init__(self, trigger_set: TriggerSet, sources: Sequence[Source]) -> None:
         self.trigger_set = trigger_set
         self._sources = tuple(sources)
-        self._memo_from_us = self._memo_until_us = 0
-        self._memo_next_us: int | None = None
+        self._memo: tuple[int, int, int | None] = (0, 0, None)
 
     @property
     def sources(self) -> tuple[Source, ...]:
@@ -138,15 +137,13 @@ class CompiledTrigger:
 
     def next_after(self, base_us: int) -> int | None:
         """The first occurrence strictly later than ``base_us``; None if there is none."""
-        if self._memo_from_us <= base_us < self._memo_until_us:
-            return self._memo_next_us
-        found_us = self._next_after(base_us)
-        # One assignment each: a reader in another thread may miss the memo, so the range is closed first.
-        self._memo_until_us = self._memo_from_us
-        self._memo_next_us = found_us
-        self._memo_from_us = base_us
-        self._memo_until_us = NEVER_US if found_us is None else found_us
-        return found_us
+        from_us, before_us, next_us = self._memo
+        if from_us <= base_us < before_us:
+            return next_us
+        next_us = self._next_after(base_us)
+        # One assignment, so that another thread never sees half of it.
+        self._memo = (base_us, NEVER_US if next_us is None else next_us, next_us)
+        return next_us
 
     def _next_after(self, base_us: int) -> int | None:
         start_us, end_us = self.trigger_set.start_us, self.trigger_set.end_us
@@ -281,10 +278,20 @@ def compile(trigger_set: TriggerSet, calendar_dates: frozenset[date] = frozenset
         except (TriggerInvalid, TriggerNeverFires, TimeZoneUnknown) as error:
             raise error.under(f"triggers[{index}]") from error
     compiled = CompiledTrigger(trigger_set, sources)
-    first_us = trigger_set.start_us if trigger_set.start_us is not None else 0
-    if compiled.next_after(first_us - 1) is None:
+    start_us, end_us = trigger_set.start_us, trigger_set.end_us
+    is_proved = start_us is None and end_us is None and any(_surely_fires(source) for source in sources)
+    if not is_proved and compiled.next_after(-1 if start_us is None else start_us - 1) is None:
         raise TriggerNeverFires("triggers", "the bounds and the exclusions leave no occurrence")
     return compiled
+
+
+def _surely_fires(source: Source) -> bool:
+    """Whether parsing has proved it: a cron with a day that matches, whose missing times run all the same."""
+    return (
+        isinstance(source, ZonedSource)
+        and isinstance(source.pattern, CronPattern)
+        and source.gap_policy is DstGapPolicy.RUN_AT_GAP_END
+    )
 
 
 def _check_bounds(trigger_set: TriggerSet) -> None:
