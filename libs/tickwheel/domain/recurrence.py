@@ -258,13 +258,15 @@ def _times_of_day(second_mask: int, minute_mask: int, hour_mask: int) -> tuple[i
     """The seconds of a day that three masks name, ascending: at most 86,400, shared by all that are written
     alike.
     """
-    seconds, minutes, hours = (
-        [value for value in range(size) if mask >> value & 1]
-        for mask, size in ((second_mask, 60), (minute_mask, 60), (hour_mask, 24))
-    )
+    seconds, minutes, hours = _values(second_mask), _values(minute_mask), _values(hour_mask)
     return tuple(
-        hour * 3_600 + minute * 60 + second for hour in hours for minute in minutes for second in seconds
+        [hour * 3_600 + minute * 60 + second for hour in hours for minute in minutes for second in seconds]
     )
+
+
+@lru_cache(maxsize=1_024)
+def _values(mask: int) -> tuple[int, ...]:
+    return tuple(value for value in range(mask.bit_length()) if mask >> value & 1)
 
 
 class ZonedSource:
