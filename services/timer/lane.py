@@ -816,7 +816,7 @@ class Lane:
         ).astype(np.int32)
         entries.state[slots] = IN_WHEEL
         entries.tries[slots] = 0
-        soon = moves.next_due_us[rows] < node.horizon_us
+        soon = moves.next_due_us[rows] < node.loader.limits_us(entries.shard[slots], entries.tenant[slots])
         node.wheel.insert(entries.due_us[slots[soon]], handles[soon])
         entries.free(handles[~soon])
         node.wake_ticker()

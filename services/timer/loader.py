@@ -10,14 +10,14 @@ does no harm (the compare-and-set refuses it).
 
 import asyncio
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
-import numpy.typing as npt
 import structlog
 
-from tickwheel.domain.timer_rows import KIND_SCHEDULE, TimerRows, Uint64s
+from tickwheel.domain.timer_rows import Int16s, Int32s, Int64s, TimerRows, Uint64s
 from tickwheel.errors import TickwheelError
 from tickwheel.services.timer.lane import IN_BATCH
 
@@ -28,10 +28,12 @@ log = structlog.get_logger()
 
 BUCKET_US: Final = 60_000_000
 LOOKAHEAD_US: Final = 2 * BUCKET_US
-PAGE_ROWS: Final = 20_000
 PAIRS_PER_QUERY_MAX: Final = 1_000
 SWEEP_AFTER_US: Final = 1_000_000
 SWEEP_PAGE_ROWS: Final = 1_000
+RAISED_PAGE_ROWS: Final = 200
+TRANSACTION_US_MAX: Final = 60_000_000
+"""The longest that a coordinator's transaction may take from computing a due time to committing it."""
 REFRESH_MAX: Final = 200_000
 REFRESH_CHUNK: Final = 5_000
 TENANTS_INTERVAL_S: Final = 5.0
@@ -53,7 +55,11 @@ class Loader:
     """Keeps the node's memory filled."""
 
     def __init__(
-        self, node: "TimerNode", rows_max: int, tenant_share_max: int, page_rows: int = PAGE_ROWS
+        self,
+        node: "TimerNode",
+        tenant_share_max: int,
+        page_rows: int,
+        full_sweep_interval_us: int,
     ) -> None:
         self._node = node
         self._page_rows = page_rows
@@ -64,19 +70,41 @@ class Loader:
         self.truncated: dict[Pair, Cursor] = {}
         """Where reading stopped because the tenant's share, or the memory, was full."""
         self._sweep_cursors: dict[Pair, Cursor] = {}
-        self._refresh: deque[tuple[npt.NDArray[np.int16], Uint64s, Uint64s]] = deque()
+        self._refresh: deque[tuple[Int16s, Uint64s, Uint64s]] = deque()
         self._refresh_rows = 0
         self._refresh_wake = asyncio.Event()
         self._counts: dict[int, int] = {}
+        self._watermark_us = -1
+        self._full_sweep_us = 0
+        self._full_sweep_interval_us = full_sweep_interval_us
 
     # Taking rows in.
 
-    async def take_in(self, rows: TimerRows) -> int:
-        """Puts rows into memory and the wheel. Returns how many there was no room for."""
+    def limits_us(self, shards: Int16s, tenants: Int32s) -> Int64s:
+        """Up to which due time each row's (shard, tenant) is held in memory: nothing later is.
+
+        Where reading stopped, it stopped there: rows beyond stay in Postgres, also those that were in memory
+        once, or a tenant's early schedules would come round and round and its late ones would never be read.
+        """
+        limits = np.full(len(shards), self._node.horizon_us, dtype=np.int64)
+        if self.truncated and len(shards):
+            keys = shards.astype(np.int64) << 32 | tenants
+            for key in np.unique(keys).tolist():
+                cursor = self.truncated.get((key >> 32, key & 0xFFFFFFFF))
+                if cursor is not None:
+                    limits[keys == key] = cursor.due_us
+        return limits
+
+    async def take_in(self, rows: TimerRows, *, beyond: bool = False) -> int:
+        """Puts rows into memory and the wheel. Returns how many there was no room for.
+
+        `beyond`: also where reading had stopped before them.
+        """
         node = self._node
         entries = node.entries
         owned = np.isin(rows.shard, node.known_shards())
-        rows = rows.pick(owned & (rows.due_us < node.horizon_us))
+        limits = node.horizon_us if beyond else self.limits_us(rows.shard, rows.tenant)
+        rows = rows.pick(owned & (rows.due_us < limits))
         if not len(rows):
             return 0
         await node.catalog.ensure_definitions(
@@ -145,7 +173,7 @@ class Loader:
             pairs = list(pending)[:PAIRS_PER_QUERY_MAX]
             page_max = max(500, self._page_rows // len(pairs))
             rows = await self._page(pairs, pending, until_us, page_max)
-            left_out = await self.take_in(rows)
+            left_out = await self.take_in(rows, beyond=True)
             key = rows.shard.astype(np.int64) << 32 | rows.tenant
             for pair in pairs:
                 cursor = pending.pop(pair)
@@ -164,7 +192,13 @@ class Loader:
             await asyncio.sleep(0)
 
     async def _page(
-        self, pairs: list[Pair], cursors: dict[Pair, Cursor], until_us: int, page_max: int
+        self,
+        pairs: list[Pair],
+        cursors: Mapping[Pair, Cursor],
+        until_us: int,
+        page_max: int,
+        *,
+        raised: bool = False,
     ) -> TimerRows:
         chosen = [cursors[pair] for pair in pairs]
         return await self._node.store.load_timers(
@@ -177,6 +211,7 @@ class Loader:
             ),
             np.full(len(pairs), until_us, dtype=np.int64),
             page_max,
+            raised=raised,
         )
 
     def _count_tenants(self) -> None:
@@ -234,6 +269,7 @@ class Loader:
         """Reads on where a tenant's share was full, once half of it has drained."""
         if not self.truncated:
             return
+        await self._read_raised()
         self._count_tenants()
         ready = {
             pair: cursor
@@ -247,15 +283,34 @@ class Loader:
         until_us = min(self.loaded_until_us[pair[0]] for pair in ready)
         await self._read(ready, until_us)
 
+    async def _read_raised(self) -> None:
+        """Of tenants whose share is full, what is due with raised priority: it need not wait for the rest."""
+        node = self._node
+        pairs = [pair for pair in self.truncated if pair[0] in node.epochs][:PAIRS_PER_QUERY_MAX]
+        if pairs:
+            start = {pair: Cursor(-1) for pair in pairs}
+            rows = await self._page(
+                pairs, start, node.clock.now_us() + BUCKET_US, RAISED_PAGE_ROWS, raised=True
+            )
+            await self.take_in(rows, beyond=True)
+
     # The sweep.
 
     async def sweep(self) -> None:
         """Finds rows that are overdue and not in memory: what a lost nudge, or a late commit, has hidden.
 
-        It reads on from page to page, so rows that are here and wait do not hide those behind them.
+        It reads on from page to page, so rows that are here and wait do not hide those behind them. Most
+        sweeps start at the low watermark, which trails the longest transaction that may still commit a row:
+        a long transaction elsewhere keeps dead index entries before it, and they need not be walked every
+        second. Once a minute a sweep starts at the beginning.
         """
         node = self._node
         until_us = node.clock.now_us() - SWEEP_AFTER_US
+        full = until_us - self._full_sweep_us >= self._full_sweep_interval_us
+        start_us = -1 if full else self._watermark_us
+        if full:
+            self._full_sweep_us = until_us
+            self._sweep_cursors.clear()
         pairs = [
             (shard, tenant)
             for shard in self.loaded_until_us
@@ -265,7 +320,7 @@ class Loader:
         ]
         for start in range(0, len(pairs), PAIRS_PER_QUERY_MAX):
             group = pairs[start : start + PAIRS_PER_QUERY_MAX]
-            cursors = {pair: self._sweep_cursors.get(pair) or Cursor(-1) for pair in group}
+            cursors = {pair: self._sweep_cursors.get(pair) or Cursor(start_us) for pair in group}
             page_max = max(50, SWEEP_PAGE_ROWS // len(group))
             rows = await self._page(group, cursors, until_us, page_max)
             before = len(node.entries)
@@ -273,6 +328,8 @@ class Loader:
             node.metrics.swept(len(node.entries) - before)
             self._advance_sweep(group, rows, page_max)
             await asyncio.sleep(0)
+        if not self._sweep_cursors:
+            self._watermark_us = until_us - TRANSACTION_US_MAX
 
     def _advance_sweep(self, group: list[Pair], rows: TimerRows, page_max: int) -> None:
         key = rows.shard.astype(np.int64) << 32 | rows.tenant
@@ -293,7 +350,7 @@ class Loader:
 
     # Rows by name.
 
-    def refresh_soon(self, shard: npt.NDArray[np.int16], ref_hi: Uint64s, ref_lo: Uint64s) -> None:
+    def refresh_soon(self, shard: Int16s, ref_hi: Uint64s, ref_lo: Uint64s) -> None:
         """Reads these rows again: they were just written, nudged, or found different. Bounded: a sweep finds
         what is dropped here."""
         if self._refresh_rows + len(shard) > REFRESH_MAX:
@@ -322,7 +379,7 @@ class Loader:
                     log.warning("refresh_failed", reason=str(error))
                     await asyncio.sleep(0.2)
 
-    async def _refresh_rows_of(self, shard: npt.NDArray[np.int16], hi: Uint64s, lo: Uint64s) -> None:
+    async def _refresh_rows_of(self, shard: Int16s, hi: Uint64s, lo: Uint64s) -> None:
         node = self._node
         order = np.lexsort((lo, hi, shard))
         rows = await node.store.peek_timers(shard[order], hi[order], lo[order])
@@ -338,7 +395,3 @@ class Loader:
             gone = gone[node.entries.state[node.entries.slot(gone)] != IN_BATCH]
             node.entries.free(gone)
         await self.take_in(rows)
-
-
-def schedules_of(rows: TimerRows) -> TimerRows:
-    return rows.pick(rows.kind == KIND_SCHEDULE)

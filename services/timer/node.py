@@ -103,7 +103,12 @@ class TimerNode:
         self.leases = LeaseTable()
         self.catalog = Catalog(store)
         self.frames = Frames(self, settings.attempt_lease_ttl_ms)
-        self.loader = Loader(self, rows_max, settings.tenant_share_count_max, settings.load_page_count)
+        self.loader = Loader(
+            self,
+            settings.tenant_share_count_max,
+            settings.load_page_count,
+            settings.full_sweep_interval_ms * 1_000,
+        )
         self.ownership = Ownership(self)
         self.streams = Streams(self)
         self.lanes = [Lane(number, self) for number in range(LANE_COUNT)]

@@ -219,7 +219,7 @@ class TimerSettings(ClusterSettings):
     """Timers of one page of a load."""
     wheel_count_max: int = Field(20_000_000, ge=1_000, le=1_000_000_000)
     """Timers in memory, at most; the rest stays in Postgres."""
-    tenant_share_count_max: int = Field(100_000, ge=1, le=100_000_000)
+    tenant_share_count_max: int = Field(1_000_000, ge=1, le=100_000_000)
     """Due timers of one tenant in memory, at most; the rest stays in Postgres."""
     grant_batch_count_max: int = Field(2_000, ge=1, le=20_000)
     """Grants of one fenced call, at most."""
