@@ -12,6 +12,7 @@ from tickwheel.domain import trigger as triggers
 from tickwheel.domain.decision import DecisionReason
 from tickwheel.domain.misfire import (
     COUNTED_MAX,
+    COUNTED_SEVERAL_MAX,
     DroppedRange,
     MisfireDecision,
     MisfirePolicy,
@@ -212,10 +213,16 @@ def test_ten_thousand_missed_occurrences_are_decided_within_milliseconds() -> No
     assert best_s < 0.05
 
 
-def test_counting_stops_at_its_bound() -> None:
-    trigger = interval(10_000, 0)
-    decision = decide(trigger, 0, at("2024-05-01T00:00:00"), SKIP)
-    assert decision.dropped[0].count == COUNTED_MAX
+def test_counting_stops_at_its_bound_and_says_so() -> None:
+    one = Trigger(interval=Interval(10_000, 0))
+    now_us = at("2024-05-01T00:00:00")
+    found = decide(triggers.compile(TriggerSet((one,))), 0, now_us, SKIP).dropped[0]
+    assert (found.count, found.is_count_exact) == (COUNTED_MAX, False)
+    several = triggers.compile(TriggerSet((one, Trigger(cron=Cron("* * * * *")))))
+    began_s = time.perf_counter()
+    found = decide(several, 0, now_us, SKIP).dropped[0]
+    assert time.perf_counter() - began_s < 1.0
+    assert (found.count, found.is_count_exact) == (COUNTED_SEVERAL_MAX, False)
 
 
 @pytest.mark.parametrize("seed", range(200))

@@ -28,7 +28,9 @@ CATCHUP_COUNT_MAX = 10_000
 ON_TIME_COUNT_MAX = 1_000
 """Runs of one decision while on time; what is left is found by the next call."""
 COUNTED_MAX = 1_000_000
-"""How far a dropped range is counted."""
+"""How far a dropped range is counted: by the calendar, at once."""
+COUNTED_SEVERAL_MAX = 100_000
+"""The same where a schedule has several triggers: they are enumerated, since they may agree; some 25 ms."""
 
 
 class MisfirePolicy(StrEnum):
@@ -60,7 +62,8 @@ class DroppedRange:
     first_us: int
     last_us: int
     count: int
-    """COUNTED_MAX means that many or more."""
+    is_count_exact: bool = True
+    """False: there are ``count`` or more; counting ended at its bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,5 +120,6 @@ def _dropped(
     if not newest:
         return ()
     first_us = trigger.between(after_us, until_us, 1)[0]
-    count = trigger.count_between(after_us, until_us, COUNTED_MAX)
-    return (DroppedRange(reason, first_us, newest[0], count),)
+    counted_max = COUNTED_MAX if len(trigger.sources) == 1 else COUNTED_SEVERAL_MAX
+    count = trigger.count_between(after_us, until_us, counted_max)
+    return (DroppedRange(reason, first_us, newest[0], count, count < counted_max),)

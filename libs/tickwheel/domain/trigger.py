@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from tickwheel.domain import cron
@@ -67,6 +68,8 @@ EXCLUSION_COUNT_MAX = 10_000
 _BASES_ONE_BY_ONE_MAX = 8
 """Up to so many distinct bases are searched one by one; more are looked up in an enumerated window."""
 _WINDOW_COUNT_MAX = 65_536
+_COUNT_PAGE = 4_096
+"""Occurrences of several triggers that are counted at a time: small enough for a processor's cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,12 +167,7 @@ class CompiledTrigger:
         To enumerate more, or to be interrupted, go on with the last one as ``after_us``.
         """
         after_us, until_us = self._bounds(after_us, until_us)
-        if len(self._sources) == 1:
-            return self._sources[0].take(after_us, until_us, limit)
-        merged = {
-            instant_us for source in self._sources for instant_us in source.take(after_us, until_us, limit)
-        }
-        return sorted(merged)[:limit]
+        return _merged([source.take(after_us, until_us, limit) for source in self._sources])[:limit]
 
     def latest_between(self, after_us: int, until_us: int, limit: int) -> list[int]:
         """The newest ``limit`` occurrences in ``(after_us, until_us]``, newest first.
@@ -177,25 +175,21 @@ class CompiledTrigger:
         To go on, give the last one less 1 as ``until_us``.
         """
         after_us, until_us = self._bounds(after_us, until_us)
-        merged = {
-            instant_us
-            for source in self._sources
-            for instant_us in source.take_newest(after_us, until_us, limit)
-        }
-        return sorted(merged, reverse=True)[:limit]
+        parts = [source.take_newest(after_us, until_us, limit) for source in self._sources]
+        return _merged(parts)[::-1][:limit]
 
     def count_between(self, after_us: int, until_us: int, count_max: int) -> int:
         """How many occurrences lie in ``(after_us, until_us]``; ``count_max`` if there are that many or more.
 
         One cron or interval is counted by the calendar, without enumerating; several are enumerated, at some
-        10 million a second.
+        million a second.
         """
         after_us, until_us = self._bounds(after_us, until_us)
         if len(self._sources) == 1:
             return min(count_max, self._sources[0].count(after_us, until_us, count_max))
         count = 0
         while count < count_max:
-            page = self.between(after_us, until_us, min(_WINDOW_COUNT_MAX, count_max - count))
+            page = self.between(after_us, until_us, min(_COUNT_PAGE, count_max - count))
             count += len(page)
             if not page:
                 break
@@ -258,6 +252,14 @@ class CompiledTrigger:
         if end_us is not None:
             until_us = min(until_us, end_us - 1)
         return after_us, until_us
+
+
+def _merged(parts: list[list[int]]) -> list[int]:
+    """Ascending lists as one, without repetitions."""
+    if len(parts) == 1:
+        return parts[0]
+    # Sorting finds the ascending runs and merges them; a set would lose their order first.
+    return list(dict.fromkeys(sorted(chain.from_iterable(parts))))
 
 
 def compile(trigger_set: TriggerSet, calendar_dates: frozenset[date] = frozenset()) -> CompiledTrigger:
