@@ -48,9 +48,9 @@ def kind_of(process: psutil.Process) -> str | None:
 
 
 def usage() -> Usage:
-    """Of all parts that run now."""
+    """Of all parts that this process has started."""
     found = Usage()
-    for process in psutil.process_iter():
+    for process in psutil.Process().children(recursive=True):
         kind = kind_of(process)
         if kind is None:
             continue
@@ -136,52 +136,71 @@ def store_kind(connection: psycopg.Connection[Any], kind: str = "noop") -> Kind:
 
 
 def add_schedules(
-    connection: psycopg.Connection[Any], kind: Kind, count: int, interval_us: int, first_us: int, prefix: str
+    connection: psycopg.Connection[Any],
+    kind: Kind,
+    count: int,
+    interval_us: int,
+    first_us: int,
+    prefix: str,
+    phases: int = 50,
 ) -> None:
-    """`count` schedules of one interval, their phases spread evenly over it; the first is due at `first_us`.
+    """`count` schedules of one interval, spread evenly over `phases` instants in it, from `first_us` on.
 
     Every schedule gets the rows that the API would have made.
     """
-    phases = 50
-    for phase in range(phases):
-        anchor = first_us + interval_us * phase // phases
-        body = trigger.canonical_bytes(
+    anchors = [first_us + interval_us * phase // phases for phase in range(phases)]
+    bodies = [
+        trigger.canonical_bytes(
             TriggerSet((Trigger(interval=Interval(duration_us=interval_us, anchor_us=anchor % interval_us)),))
         )
-        trigger_id = trigger.trigger_id(body)
+        for anchor in anchors
+    ]
+    ids = [trigger.trigger_id(body) for body in bodies]
+    connection.execute(
+        "INSERT INTO trigger_def SELECT * FROM unnest(%s::bigint[], %s::bytea[]) ON CONFLICT DO NOTHING",
+        [ids, bodies],
+    )
+    for start in range(0, count, INSERT_CHUNK):
         connection.execute(
-            "INSERT INTO trigger_def VALUES (%s, %s) ON CONFLICT DO NOTHING", [trigger_id, body]
-        )
-        rows = count * (phase + 1) // phases - count * phase // phases
-        connection.execute(
-            """
-            WITH made AS (
-                SELECT gen_random_uuid() AS uid, (n %% %(shards)s)::smallint AS shard, n
-                  FROM generate_series(1, %(rows)s) AS n),
-            s AS (
-                INSERT INTO schedule (uid, shard_id, tenant_id, name, version, revision, spec, trigger_id,
-                template_id, create_us, update_us) SELECT uid, shard, %(tenant)s, %(prefix)s || '-' ||
-                %(phase)s || '-' || n, 1, 1, '{}', %(trigger)s, %(template)s, %(first)s, %(first)s FROM
-                made), r AS ( INSERT INTO schedule_revision (uid, version, shard_id, spec, trigger_id,
-                template_id, payload, content_type, principal, create_us) SELECT uid, 1, shard, '{}',
-                %(trigger)s, %(template)s, '', '', 'bench', %(first)s FROM made) INSERT INTO timer
-                (due_us, schedule_us, decided_us, version, trigger_id, template_id, ref, tenant_id,
-                route_id, flags, misfire_ms, countdown, shard_id, kind, priority, attempt) SELECT
-                %(anchor)s, %(anchor)s, %(anchor)s - 1, 1, %(trigger)s, %(template)s, uid, %(tenant)s,
-                %(route)s, 1, 60000, -1, shard, 1, 0, 0 FROM made """,
+            _ADD_SCHEDULES,
             {
-                "rows": rows,
+                "from": start,
+                "until": min(start + INSERT_CHUNK, count) - 1,
+                "phases": phases,
+                "triggers": ids,
+                "anchors": anchors,
                 "shards": SHARD_COUNT,
                 "tenant": kind.tenant_id,
                 "prefix": prefix,
-                "phase": phase,
-                "trigger": trigger_id,
                 "template": kind.template_id,
                 "route": kind.route_id,
-                "anchor": anchor,
                 "first": first_us,
             },
         )
+
+
+_ADD_SCHEDULES = """
+WITH made AS MATERIALIZED (
+    SELECT gen_random_uuid() AS uid, (n / %(phases)s %% %(shards)s)::smallint AS shard, n,
+           (%(triggers)s::bigint[])[n %% %(phases)s + 1] AS trigger_id,
+           (%(anchors)s::bigint[])[n %% %(phases)s + 1] AS due_us
+      FROM generate_series(%(from)s::int, %(until)s::int) AS n),
+s AS (
+    INSERT INTO schedule (uid, shard_id, tenant_id, name, version, revision, spec, trigger_id, template_id,
+                          create_us, update_us)
+    SELECT uid, shard, %(tenant)s, %(prefix)s || '-' || n, 1, 1, '{}', trigger_id, %(template)s, %(first)s,
+           %(first)s
+      FROM made),
+r AS (
+    INSERT INTO schedule_revision (uid, version, shard_id, spec, trigger_id, template_id, payload,
+                                   content_type, principal, create_us)
+    SELECT uid, 1, shard, '{}', trigger_id, %(template)s, '', '', 'bench', %(first)s FROM made)
+INSERT INTO timer (due_us, schedule_us, decided_us, version, trigger_id, template_id, ref, tenant_id,
+                   route_id, flags, misfire_ms, countdown, shard_id, kind, priority, attempt)
+SELECT due_us, due_us, due_us - 1, 1, trigger_id, %(template)s, uid, %(tenant)s, %(route)s, 1, 60000, -1,
+       shard, 1, 0, 0
+  FROM made
+"""
 
 
 @dataclass(frozen=True, slots=True)
