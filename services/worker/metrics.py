@@ -36,7 +36,12 @@ class WorkerCollector(Collector):
             ("refused", "Outcomes that no timer takes: the lease had ended.", streams.refused),
             ("moved", "Attempts whose shard has another owner.", streams.moved),
             ("outcomes_dropped", "Outcomes of attempts that had been abandoned.", streams.outcomes_dropped),
-            ("attempts_abandoned", "Attempts that were stopped: their lease lapsed.", executor.abandoned),
+            ("attempts_lapsed", "Attempts that were stopped: no renewal came in time.", executor.lapsed),
+            (
+                "attempts_abandoned",
+                "Attempts that were stopped: the lease was given away.",
+                executor.abandoned,
+            ),
             ("kinds_unknown", "Runs of a kind that has no handler here.", executor.kinds_unknown),
             ("handlers_started", "Handlers begun.", executor.started),
             ("streams_opened", "Streams opened.", streams.streams_opened),

@@ -322,7 +322,7 @@ async def test_a_run_outlives_its_timer_and_its_outcome_goes_to_the_new_owner(
     assert worker.running_count == 2
     finish.set()
     await until(lambda: world.outcome(lease) and world.outcome(waiting), "the outcomes")
-    assert worker.executor_stats.abandoned == 0
+    assert worker.executor_stats.lapsed == worker.executor_stats.abandoned == 0
 
 
 async def test_a_shard_that_moved_takes_its_attempts_along(world: World) -> None:
@@ -369,7 +369,7 @@ async def test_a_frozen_timer_is_doubted_before_its_leases_lapse(world: World) -
     await until(lambda: world.outcome(lease), "the outcome")
 
 
-async def test_an_attempt_stops_when_nobody_renews_it_and_its_outcome_is_dropped(world: World) -> None:
+async def test_an_attempt_that_nobody_renews_is_stopped_in_time_and_says_so(world: World) -> None:
     worker = world.worker()
     stopped: list[str] = []
     release = threading.Event()
@@ -382,10 +382,11 @@ async def test_an_attempt_stops_when_nobody_renews_it_and_its_outcome_is_dropped
             stopped.append(str(ctx.stop_reason))
 
     @worker.handler("thread")
-    def thread(ctx: SyncContext) -> None:
+    def thread(ctx: SyncContext) -> dict[str, bool]:
         ctx.cancelled.wait(WAIT_S)
         stopped.append(str(ctx.stop_reason))
         release.wait(WAIT_S)
+        return {"late": True}
 
     (stream, _) = await world.serve(worker)
     for peer in world.peers:
@@ -396,10 +397,16 @@ async def test_an_attempt_stops_when_nobody_renews_it_and_its_outcome_is_dropped
     took_s = time.monotonic() - began_s
     assert took_s < world.cluster.lease_us / 1e6, "before the lease could be given away"
     assert stopped == ["its lease lapsed"] * 2
+    await until(lambda: world.outcome(leases[0]), "the task's end is reported")
+    assert world.outcome(leases[0]).failure.type == "LeaseLapsed"
+    # The thread goes on, and so does its lease, until the timer gives it away.
+    assert leases[1] is not None
+    await until(lambda: stream.heartbeats[-1].held_count == 1, "it is held")
+    world.cluster.expire(leases[1].token)
     release.set()
-    await until(lambda: worker.running_count == 0, "both ended")
-    await until(lambda: stream.heartbeats[-1].held_count == 0, "the timer hears that neither is held")
-    assert [world.outcome(lease) for lease in leases] == [None, None]
+    await until(lambda: worker.stream_stats.refused == 1, "its late outcome is refused")
+    assert world.outcome(leases[1]) is None
+    await until(lambda: stream.heartbeats[-1].held_count == 0, "then forgotten")
 
 
 async def test_outcomes_wait_for_a_timer_that_cannot_record_and_none_is_lost(world: World) -> None:
@@ -474,7 +481,7 @@ async def test_a_handler_that_blocks_its_loop_loses_no_lease_and_is_reported(wor
         ready[0].stop()
         await asyncio.to_thread(thread.join, WAIT_S)
     assert [world.outcome(lease).WhichOneof("result") for lease in leases] == ["success", "success"]
-    assert ready[0].executor_stats.abandoned == 0
+    assert ready[0].executor_stats.lapsed == ready[0].executor_stats.abandoned == 0
     assert reports
     assert any("blocks" in line for line in reports[0]["where"]), "it names the culprit"
     assert ready[0].stream_stats.held == 0

@@ -250,6 +250,10 @@ class World:
             self.ends_us[attempt.token] = self.now_us + self.random.randrange(length_us)
         for attempt, _ in effects.abandon:
             self.running.pop(attempt.token, None)
+        for attempt in effects.stop:
+            del self.running[attempt.token]
+            assert self.holdings.finish_all([(attempt, Failed("LeaseLapsed", ""))]) == 0
+            self.finished.add(attempt.token)
 
     def finish(self) -> None:
         for token in [token for token in self.running if self.ends_us[token] <= self.now_us]:
@@ -294,6 +298,7 @@ class World:
         for token in self.running:
             assert token not in self.expired, "it still ran when its lease was given away"
         known = {token for session in self.holdings.sessions.values() for token in session.held}
+        known |= {token for session in self.holdings.sessions.values() for token in session.owed}
         known |= set(self.holdings._wandering)
         for token, attempt in self.running.items():
             assert attempt.phase is Phase.RUNNING

@@ -466,10 +466,11 @@ def test_a_superseded_outcome_is_dropped_and_reported_and_a_superseded_run_is_st
     stream = Stream().open()
     finished, running = stream.grant(2)
     stream.finish(finished)
-    assert [attempt for attempt, _ in stream.refuse(finished, module.REFUSAL_SUPERSEDED).refused] == [
-        finished
-    ]
-    assert [attempt for attempt, _ in stream.refuse(running, module.REFUSAL_SUPERSEDED).abandon] == [running]
+    stream.take()
+    effects = stream.refuse(finished, module.REFUSAL_SUPERSEDED)
+    assert [attempt for attempt, _ in effects.refused] == [finished]
+    effects = stream.refuse(running, module.REFUSAL_SUPERSEDED)
+    assert [attempt for attempt, _ in effects.abandon] == [running]
     assert stream.session.held == {}
 
 
@@ -656,6 +657,42 @@ def test_a_refusal_in_the_same_message_as_a_renewal_wins() -> None:
     )
     assert attempt.owner is None
     assert attempt.deadline_us == before_us
+
+
+def test_the_refusal_of_a_listing_ends_no_outcome() -> None:
+    """It may be recorded already, by an owner whose answer was lost."""
+    for answer in ("recorded", "superseded"):
+        attempt = orphan()
+        stream = Stream().open()
+        stream.now_us += module.NAMING_INTERVAL_US
+        stream.session.announce([attempt])
+        assert stream.take().outcomes == []
+        attempt.finish(SUCCEEDED)
+        effects = stream.refuse(attempt, module.REFUSAL_SUPERSEDED)
+        assert (effects.refused, effects.abandon) == ([], [])
+        assert stream.session.digest == (0, 0)
+        assert stream.session.held_count == 1
+        assert stream.take().outcomes == [(attempt, SUCCEEDED)]
+        if answer == "recorded":
+            assert stream.send(recorded=[attempt.token]).forget == [attempt]
+        else:
+            effects = stream.refuse(attempt, module.REFUSAL_SUPERSEDED)
+            assert [refused for refused, _ in effects.refused] == [attempt]
+        assert stream.session.held_count == 0
+
+
+def test_an_outcome_that_is_owed_an_answer_is_repeated_and_outlives_its_stream() -> None:
+    attempt = orphan()
+    stream = Stream().open()
+    stream.session.announce([attempt])
+    attempt.finish(SUCCEEDED)
+    stream.refuse(attempt, module.REFUSAL_SUPERSEDED)
+    stream.drain_requests()
+    stream.session.announce([attempt])
+    stream.session.resend_outcomes(stream.now_us)
+    assert stream.take().outcomes == [(attempt, SUCCEEDED)]
+    assert stream.session.held == {}
+    assert stream.session.lost() == [attempt]
 
 
 def test_an_outcome_goes_with_its_announcement_and_again_once_the_attempt_is_taken_over() -> None:

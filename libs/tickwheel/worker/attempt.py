@@ -2,9 +2,11 @@
 
 An attempt is made when its grant is taken in and forgotten when the timer has recorded or refused it:
 
-    RUNNING --finish--> FINISHED --recorded--> (forgotten)
-       |                   `------refused----> (forgotten)
-       `--lapsed, superseded--> ABANDONED        its handler is stopped, its outcome is dropped
+    RUNNING --finish--> FINISHED --recorded, superseded--> (forgotten)
+       `--superseded--> ABANDONED    its handler is stopped, its outcome is dropped
+
+One that lapses is told to stop and goes on being held: it ran, so its end is an outcome like any other, and
+the timer judges whether it came too late.
 
 One record serves the stream's thread and the handlers' thread: after the hand-over `phase`, `outcome`,
 `deadline_us` and what the session keeps belong to the stream's thread alone; the rest never changes.
@@ -24,6 +26,8 @@ LeaseToken: TypeAlias = str
 
 class Phase(enum.Enum):
     """How far an attempt is."""
+
+    # Told to stop or not, until its handler has ended.
 
     RUNNING = "RUNNING"
     FINISHED = "FINISHED"
@@ -90,7 +94,8 @@ class Attempt:
     lease_us: how long its lease lasts between renewals.
     deadline_us: when the worker stops it, on the worker's monotonic clock. Only ever raised.
     is_detached: `grant` is a copy, and holds none of the others that came in the same message.
-    sent_us: when its outcome was last put into a message.
+    is_lapsed: its deadline passed while it ran, and it was told to stop.
+    sent_on, sent_us: where and when its outcome was last put into a message.
     owner: the session that granted or last renewed it; None while no timer that is known to own it is
         connected.
     """
@@ -101,12 +106,14 @@ class Attempt:
         "fence",
         "grant",
         "is_detached",
+        "is_lapsed",
         "lease_us",
         "outcome",
         "owner",
         "phase",
         "progress",
         "run",
+        "sent_on",
         "sent_us",
         "sequence",
         "shard",
@@ -139,6 +146,8 @@ class Attempt:
         self.phase: Phase = _RUNNING
         self.outcome: Outcome | None = None
         self.is_detached = False
+        self.is_lapsed = False
+        self.sent_on: Session | None = None
         self.sent_us = 0
         self.progress: Progress | None = None
 

@@ -6,9 +6,10 @@ time; what a timer granted beyond that (its credit had been lowered too late) wa
 
 Who may stop a handler, and what its outcome then is:
 
-    abandon   its lease lapsed or was taken away     whatever it gives is dropped
-    cancel    the run was cancelled                  Stopped, if it ends by CancelledError or Cancelled
-    hand back the worker stops and grace is over     Released, if it ends by CancelledError
+    abandon   its lease was given away               whatever it gives is dropped
+    lapse     nobody renewed its lease in time       Failed, as LeaseLapsed, if it ends because of that
+    cancel    the run was cancelled                  Stopped, if it ends because of that
+    hand back the worker stops and grace is over     Released, if it ends because of that
 
 An async handler is stopped by cancelling its task. A thread cannot be stopped: its context says so, and its
 run is never handed back while it goes on.
@@ -41,6 +42,9 @@ FLUSH_DELAY_S = 0.002
 OVERFLOW_S = 1.0
 """How long a grant beyond the capacity waits for a place."""
 
+LEASE_LAPSED = "LeaseLapsed"
+"""The type of the failure of an attempt that was stopped because its lease lapsed."""
+
 THREADS_MAX = 64
 
 _logger = structlog.get_logger("tickwheel.worker")
@@ -57,6 +61,7 @@ class ExecutorStats:
     failed: int = 0
     released: int = 0
     cancelled: int = 0
+    lapsed: int = 0
     abandoned: int = 0
     loop_lag_s: float = 0.0
     kinds_unknown: int = 0
@@ -102,6 +107,9 @@ class Executor:
 
     def cancel(self, cancels: list[tuple[Attempt, str, int]]) -> None:
         self._loop.call_soon_threadsafe(self._cancel, cancels)
+
+    def lapse(self, lapsed: list[Attempt]) -> None:
+        self._loop.call_soon_threadsafe(self._lapse, lapsed)
 
     def abandon(self, abandoned: list[tuple[Attempt, str]]) -> None:
         self._loop.call_soon_threadsafe(self._abandon, abandoned)
@@ -247,6 +255,19 @@ class Executor:
                 continue
             context._stopped_as = Stopped()
             self._stop(context, reason or "the run was cancelled", grace_us / 1_000_000)
+
+    def _lapse(self, lapsed: Iterable[Attempt]) -> None:
+        for attempt in lapsed:
+            self.stats.lapsed += 1
+            _logger.warning("attempt_lapsed", run=attempt.run, attempt=attempt.attempt)
+            context = self._running.get(attempt)
+            if context is None:
+                self._drop_waiting(attempt, Released("its lease lapsed before it began"))
+                continue
+            context._stopped_as = Failed(
+                LEASE_LAPSED, "the worker stopped it: its lease was not renewed in time"
+            )
+            self._stop(context, "its lease lapsed", 0.0)
 
     def _abandon(self, abandoned: Iterable[tuple[Attempt, str]]) -> None:
         for attempt, why in abandoned:

@@ -2,7 +2,8 @@
 
 A session knows one timer; this knows them all. It decides three things that no single stream can:
 
-* which attempts have lapsed, whatever stream they came by;
+* which attempts have lapsed, whatever stream they came by. They are told to stop, and held on until their
+  end is recorded or refused like any other;
 * which attempts have no live owner, because their stream broke, their timer is silent or gone, or it said
   that their shard has moved. The worker does not know who has which shard, so it announces them to every
   other timer, again and again: one of them answers with a renewal and thereby takes them over, the others
@@ -50,11 +51,16 @@ class Holdings:
     # Streams come and go.
 
     def open(self, key: str, now_us: int) -> Session:
-        """A new stream to a timer, which Hello tells of everything that has no live owner."""
+        """A new stream to a timer. Its Hello names everything that is held, whatever stream it came by:
+        what a timer had granted and does not find there it hands back at once.
+        """
         assert key not in self.sessions, f"a second stream to {key}"
         self._gather(now_us)
-        homeless = [a for a in self._wandering.values() if self._is_homeless(a, now_us)]
-        session = Session(self.identity, homeless, share=0, now_us=now_us, margin_us=self._margin_us)
+        for session in self.sessions.values():
+            self._wandering.update(session.held)
+        session = Session(
+            self.identity, list(self._wandering.values()), share=0, now_us=now_us, margin_us=self._margin_us
+        )
         self.sessions[key] = session
         self._announced_us[key] = now_us
         self._resent_us[key] = now_us
@@ -91,7 +97,7 @@ class Holdings:
         for attempt, _ in effects.abandon:
             attempt.phase = Phase.ABANDONED
         for attempt in effects.moved:
-            self._moved(attempt, session)
+            self._moved(attempt)
         if self._wandering:
             self._settle(effects.forget, session)
             self._settle((attempt for attempt, _ in effects.refused), session)
@@ -101,16 +107,12 @@ class Holdings:
             effects.moved = [attempt for attempt in effects.moved if attempt.owner is None]
         return effects
 
-    def _moved(self, attempt: Attempt, session: Session) -> None:
+    def _moved(self, attempt: Attempt) -> None:
         if attempt.owner is not None:
             return
         if attempt.token not in self._wandering:
             self._wandering[attempt.token] = attempt
             self._announce_at_once()
-        if attempt.phase is Phase.FINISHED:
-            for other in self.sessions.values():
-                if other is not session and other.is_welcomed:
-                    other.send_outcome(attempt)
 
     def _settle(self, attempts: Iterable[Attempt], session: Session | None) -> None:
         """The end of these is known: no other stream needs to carry them."""
@@ -127,7 +129,6 @@ class Holdings:
         Hot: once a run."""
         dropped_count = 0
         abandoned = Phase.ABANDONED
-        wandering = self._wandering
         for attempt, outcome in finished:
             if attempt.phase is abandoned:
                 dropped_count += 1
@@ -136,10 +137,6 @@ class Holdings:
             owner = attempt.owner
             if owner is not None:
                 owner.send_outcome(attempt)
-            if wandering and attempt.token in wandering:
-                for session in self.sessions.values():
-                    if session is not owner:
-                        session.send_outcome(attempt)
         return dropped_count
 
     def progress(self, attempt: Attempt, progress: Progress) -> None:
@@ -175,30 +172,26 @@ class Holdings:
         return [key for key, session in self.sessions.items() if session.is_dead(now_us)]
 
     def _lapse(self, now_us: int, effects: Effects) -> None:
-        sessions = list(self.sessions.values())
-        due = [session for session in sessions if session.deadline_us_min <= now_us]
+        due = [session for session in self.sessions.values() if session.deadline_us_min <= now_us]
         if not due and not self._wandering:
             return
-        lapsed: list[Attempt] = []
+        lapsed: dict[Attempt, None] = {}
         for session in due:
             earliest_us = _NEVER
             for attempt in session.held.values():
-                if attempt.phase is not Phase.RUNNING:
+                if attempt.phase is not Phase.RUNNING or attempt.is_lapsed:
                     continue
                 if attempt.deadline_us <= now_us:
-                    lapsed.append(attempt)
+                    lapsed[attempt] = None
                 elif attempt.deadline_us < earliest_us:
                     earliest_us = attempt.deadline_us
             session.deadline_us_min = earliest_us
-        lapsed.extend(attempt for attempt in self._wandering.values() if attempt.deadline_us <= now_us)
+        for attempt in self._wandering.values():
+            if attempt.phase is Phase.RUNNING and not attempt.is_lapsed and attempt.deadline_us <= now_us:
+                lapsed[attempt] = None
         for attempt in lapsed:
-            if attempt.phase is not Phase.RUNNING:
-                continue
-            attempt.phase = Phase.ABANDONED
-            effects.abandon.append((attempt, "its lease lapsed"))
-            self._wandering.pop(attempt.token, None)
-            for session in sessions:
-                session.drop(attempt)
+            attempt.is_lapsed = True
+            effects.stop.append(attempt)
 
     def _is_homeless(self, attempt: Attempt, now_us: int) -> bool:
         owner = attempt.owner
@@ -261,11 +254,12 @@ class Holdings:
     @property
     def held_count(self) -> int:
         """How many attempts are held in all. An attempt that several timers ponder counts once."""
-        tokens = sum(len(session.held) for session in self.sessions.values())
         if not self._wandering:
-            return tokens
-        seen = {token for session in self.sessions.values() for token in session.held}
-        return len(seen | set(self._wandering))
+            return sum(session.held_count for session in self.sessions.values())
+        seen = set(self._wandering)
+        for session in self.sessions.values():
+            seen.update(session.held, session.owed)
+        return len(seen)
 
     @property
     def homeless_count(self) -> int:

@@ -192,6 +192,8 @@ class Effects:
     """Begin their handlers."""
     cancel: list[tuple[Attempt, str, int]] = field(default_factory=list)
     """Tell the handler to stop: (attempt, reason, grace in microseconds)."""
+    stop: list[Attempt] = field(default_factory=list)
+    """Their leases lapse: stop the handlers, and report what becomes of that."""
     abandon: list[tuple[Attempt, str]] = field(default_factory=list)
     """Stop the handler and drop whatever it gives: (attempt, why)."""
     forget: list[Attempt] = field(default_factory=list)
@@ -258,10 +260,12 @@ class Session:
         self._naming_due = False
         self._named_us = now_us - NAMING_INTERVAL_US
         self._lease_us_min = LEASE_DEFAULT_US
+        # Outcomes that a listing was refused for, and that wait for an answer of their own.
+        self.owed: dict[LeaseToken, Attempt] = {}
         for attempt in self._hello_held:
             self._hold(attempt)
             self._announced_us[attempt.token] = now_us  # Hello goes before every heartbeat of this stream.
-            if attempt.phase is Phase.FINISHED:
+            if attempt.phase is Phase.FINISHED and attempt.owner is None:
                 self._outbox.append(attempt)
 
     # What others ask.
@@ -271,6 +275,11 @@ class Session:
         """(count, sum of tokens) of what is held as of the last response taken."""
         held = HeldDigest.of(self.held)
         return held.count, held.token_sum
+
+    @property
+    def held_count(self) -> int:
+        """What is held, and what is owed an answer."""
+        return len(self.held) + len(self.owed)
 
     @property
     def is_welcomed(self) -> bool:
@@ -447,12 +456,13 @@ class Session:
                 # It answers a heartbeat that covers the attempt, and has not refused it: it took it over.
                 del self._announced_us[token]
                 attempt.sequence = 0
-                if attempt.phase is Phase.FINISHED:
-                    # While it was loading the shard it may have heard the outcome and kept silent.
-                    self._outbox.append(attempt)
             elif attempt.sequence > sequence:
                 continue
-            attempt.owner = self
+            if attempt.owner is not self:
+                attempt.owner = self
+                if attempt.phase is Phase.FINISHED:
+                    # It may have heard the outcome while it was loading the shard, and kept silent.
+                    self._outbox.append(attempt)
             if not attempt.is_detached and attempt.phase is Phase.RUNNING:
                 # It lives for longer than most: it must not keep the whole message that brought it.
                 attempt.is_detached = True
@@ -470,6 +480,8 @@ class Session:
         forget = effects.forget
         for token in tokens:
             attempt = held.pop(token, None)
+            if attempt is None and self.owed:
+                attempt = self.owed.pop(token, None)
             if attempt is not None:
                 forget.append(attempt)
         if self._announced_us or self._progress:
@@ -479,21 +491,30 @@ class Session:
 
     def _refusals(self, refusals: Iterable[Any], effects: Effects) -> None:
         for refusal in refusals:
-            attempt = self.held.get(refusal.lease_token)
+            token = refusal.lease_token
+            attempt = self.owed.pop(token, None)
             if attempt is None:
-                continue
-            self._drop(attempt)
+                attempt = self.held.get(token)
+                if attempt is None:
+                    continue
+                self._drop(attempt)
+            why = refusal.message or "the lease is not ours any more"
             if refusal.reason == REFUSAL_MOVED:
                 if attempt.owner is self:
                     attempt.owner = None
                 effects.moved.append(attempt)
-            elif attempt.phase is Phase.FINISHED:
-                effects.refused.append((attempt, refusal.message or "the lease is not ours any more"))
+            elif attempt.phase is not Phase.FINISHED:
+                effects.abandon.append((attempt, why))
+            elif attempt.sent_on is self:
+                effects.refused.append((attempt, why))
             else:
-                effects.abandon.append((attempt, refusal.message or "the lease is not ours any more"))
+                # It is the listing that was refused. The outcome may be recorded all the same, by another
+                # owner whose answer was lost: it is asked for by itself.
+                self.owed[token] = attempt
+                self._outbox.append(attempt)
 
     def _close_if_done(self, effects: Effects) -> None:
-        if self.state is State.DRAINING and not self.held:
+        if self.state is State.DRAINING and not self.held_count:
             effects.close = "the timer drains and nothing is held"
 
     # What the worker does.
@@ -509,21 +530,26 @@ class Session:
         for attempt in self.held.values():
             if (
                 attempt.phase is Phase.FINISHED
+                and attempt.owner is self
                 and attempt.sent_us <= sent_before_us
                 and attempt not in waiting
             ):
                 self._outbox.append(attempt)
+        for attempt in self.owed.values():
+            if attempt.sent_us <= sent_before_us and attempt not in waiting:
+                self._outbox.append(attempt)
 
     def announce(self, attempts: Iterable[Attempt]) -> None:
-        """Tell this timer of attempts that may be its own by now. Those that it holds are passed over."""
+        """Tell this timer of attempts that may be its own by now. Those that it holds are passed over.
+
+        Their outcomes wait until it has taken them over, or has refused to.
+        """
         for attempt in attempts:
-            if attempt.token in self.held:
+            if attempt.token in self.held or attempt.token in self.owed:
                 continue
             self._hold(attempt)
             self._announced_us[attempt.token] = _NOT_SAID_YET
             self._naming_due = True
-            if attempt.phase is Phase.FINISHED:
-                self._outbox.append(attempt)
 
     def drop(self, attempt: Attempt) -> None:
         """We do not hold it any more, and the timer did not say so: it hears of it by name."""
@@ -556,7 +582,7 @@ class Session:
         if following is None:
             raise ProtocolError(self.state, "its own end, twice")
         self.state = following
-        held = list(self.held.values())
+        held = [*self.held.values(), *self.owed.values()]
         for attempt in held:
             if attempt.owner is self:
                 attempt.owner = None
@@ -564,6 +590,7 @@ class Session:
         self._announced_us.clear()
         self._outbox.clear()
         self._progress.clear()
+        self.owed.clear()
         return held
 
     def _hold(self, attempt: Attempt) -> None:
@@ -650,13 +677,14 @@ class Session:
         while outbox and room > 0:
             attempt = outbox[0]
             outcome = attempt.outcome
-            if outcome is None or attempt.token not in held:
+            if outcome is None or (attempt.token not in held and attempt.token not in self.owed):
                 outbox.popleft()
                 continue
             room -= _EMPTY_OUTCOME_BYTES if outcome is SUCCEEDED else outcome_bytes_max(attempt, outcome)
             if room < 0 and outcomes:
                 break
             outbox.popleft()
+            attempt.sent_on = self
             attempt.sent_us = now_us
             outcomes.append((attempt, outcome))
 

@@ -66,6 +66,7 @@ class Work(Protocol):
 
     def begin(self, attempts: list[Attempt]) -> None: ...
     def cancel(self, cancels: list[tuple[Attempt, str, int]]) -> None: ...
+    def lapse(self, lapsed: list[Attempt]) -> None: ...
     def abandon(self, abandoned: list[tuple[Attempt, str]]) -> None: ...
 
 
@@ -231,6 +232,8 @@ class Streams:
             self._work.begin(effects.start)
         if effects.cancel:
             self._work.cancel(effects.cancel)
+        if effects.stop:
+            self._work.lapse(effects.stop)
         if effects.abandon:
             self._work.abandon(effects.abandon)
         self.stats.held = self._holdings.held_count
