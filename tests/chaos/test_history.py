@@ -55,53 +55,28 @@ def story(
     ]
 
 
+def run_row(
+    run: str,
+    lease_us: int,
+    fence: int,
+    *,
+    shard: int = 1,
+    schedule: str = "",
+    state: RunState = RunState.SUCCEEDED,
+    attempt: int = 1,
+) -> RunRow:
+    """Due when it was leased; it gave its fence."""
+    cause = Cause.SCHEDULED if schedule else Cause.DIRECT
+    times_us = (lease_us, lease_us, lease_us, lease_us)
+    return RunRow(run, shard, schedule, f'"{fence}"', *times_us, state, attempt, fence, cause)
+
+
 def good() -> History:
     """Two runs of a schedule, one occurrence that was skipped, a direct run that took two attempts."""
     runs = [
-        RunRow(
-            "a1",
-            1,
-            "sch",
-            "",
-            10 * S,
-            10 * S,
-            10 * S,
-            10 * S,
-            RunState.SUCCEEDED,
-            1,
-            EPOCH_1 + 1,
-            Cause.SCHEDULED,
-        ),
-        RunRow(
-            "a2",
-            1,
-            "sch",
-            "",
-            30 * S,
-            30 * S,
-            30 * S,
-            30 * S,
-            RunState.SUCCEEDED,
-            1,
-            EPOCH_2 + 1,
-            Cause.SCHEDULED,
-        ),
-        RunRow(
-            "d1",
-            2,
-            "",
-            "",
-            "",
-            5 * S,
-            5 * S,
-            14 * S,
-            14 * S,
-            RunState.SUCCEEDED,
-            2,
-            EPOCH_1 + 5,
-            Cause.DIRECT,
-            2,
-        ),
+        run_row("a1", 10 * S, EPOCH_1 + 1, schedule="sch"),
+        run_row("a2", 30 * S, EPOCH_2 + 1, schedule="sch"),
+        run_row("d1", 14 * S, EPOCH_1 + 5, shard=2, attempt=2),
     ]
     sightings = [
         *story("a1", FIRST_PID, 1, EPOCH_1 + 1, 10 * S),
@@ -111,7 +86,7 @@ def good() -> History:
     ]
     return History(
         sightings=sightings,
-        runs=[replace(row, result=f'"{row.fence}"') for row in runs],
+        runs=runs,
         attempts=[
             AttemptRow("d1", 2, 1, EPOCH_1 + 4, AttemptState.FAILED, 12 * S, 13 * S),
             AttemptRow("d1", 2, 2, EPOCH_1 + 5, AttemptState.SUCCEEDED, 14 * S, 15 * S),
@@ -219,9 +194,7 @@ def a_timer_writes_to_a_shard_that_it_lost(history: History) -> None:
 
 
 def an_old_epoch_grants_again(history: History) -> None:
-    history.runs.append(
-        RunRow("x1", 1, "", "", 0, 0, 31 * S, 31 * S, RunState.CANCELLED, 1, EPOCH_1 + 20, Cause.DIRECT)
-    )
+    history.runs.append(run_row("x1", 31 * S, EPOCH_1 + 20, state=RunState.CANCELLED))
 
 
 def a_recorded_success_is_not_in_the_row(history: History) -> None:
@@ -248,9 +221,7 @@ def a_run_succeeds_twice(history: History) -> None:
 
 
 def a_run_succeeds_out_of_nowhere(history: History) -> None:
-    history.runs.append(
-        RunRow("x1", 1, "", "", 0, 0, 31 * S, 31 * S, RunState.SUCCEEDED, 1, EPOCH_2 + 20, Cause.DIRECT)
-    )
+    history.runs.append(run_row("x1", 31 * S, EPOCH_2 + 20, state=RunState.SUCCEEDED))
 
 
 def a_run_waits_after_its_end(history: History) -> None:
@@ -258,7 +229,7 @@ def a_run_waits_after_its_end(history: History) -> None:
 
 
 def a_run_waits_nowhere(history: History) -> None:
-    history.runs.append(RunRow("x1", 1, "", "", 0, 0, 31 * S, 0, RunState.SCHEDULED, 0, 0, Cause.DIRECT))
+    history.runs.append(run_row("x1", 0, 0, attempt=0, state=RunState.SCHEDULED))
 
 
 def a_dead_letter_names_the_living(history: History) -> None:
