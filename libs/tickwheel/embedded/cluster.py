@@ -141,7 +141,8 @@ class Cluster:
         name = f"{service}-{number}"
         own = self._api_port if name == "coordinator-1" else None
         port = None if service == "worker" else own or free_port()
-        values = {"node_name": name, "log_format": "json", "metrics_port": str(free_port())}
+        health_port = free_port()
+        values = {"node_name": name, "log_format": "json", "metrics_port": str(health_port)}
         if service == "worker":
             # Every coordinator that is known by now.
             values["coordinators"] = ",".join(self.api_addresses)
@@ -160,6 +161,7 @@ class Cluster:
             self.folder / name,
             environment={f"TICKWHEEL_{key.upper()}": value for key, value in values.items()},
             port=port,
+            health_port=health_port,
             arguments=[part for module in self._worker_modules for part in ("--module", module)]
             if service == "worker"
             else (),

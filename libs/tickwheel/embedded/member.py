@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import signal
-import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
 import tickwheel
 from tickwheel.embedded.errors import StartFailed
-from tickwheel.embedded.folder import Folder, end_child, log_end, require_free_port, wait_until
+from tickwheel.embedded.folder import Folder, end_child, log_end, processes_in, require_free_port, wait_until
 
-CONNECT_TIMEOUT_SECONDS = 0.5
+HEALTH_TIMEOUT_SECONDS = 1.0
 LEFTOVER_SECONDS_MAX = 10.0
 
 
 class Member:
-    """`python -m tickwheel.services.<service>` in a folder of its own, which holds `log`; its port never
-    changes.
+    """`python -m tickwheel.services.<service>` in a folder of its own, which holds `log`.
 
-    `environment` is what it gets beside this process's own. `port` is the one that it is ready on; None:
-    it is ready when it runs. Not safe for use by several threads at once.
+    `environment` is what it gets beside this process's own. `port` is that of its gRPC, None where it has
+    none; `health_port` that of its `/healthz`, which says when it is ready. Ports stay the same over
+    restarts. Not safe for use by several threads at once.
     """
 
     def __init__(
@@ -35,12 +36,14 @@ class Member:
         *,
         environment: Mapping[str, str],
         port: int | None,
+        health_port: int,
         arguments: Sequence[str] = (),
         start_timeout_seconds: float = 60.0,
         stop_timeout_seconds: float = 30.0,
     ) -> None:
         self.name = name
         self.port = port
+        self.health_port = health_port
         self.environment = dict(environment)
         self._command = [sys.executable, "-m", f"tickwheel.services.{service}", *arguments]
         self._folder = Folder(folder)
@@ -74,16 +77,17 @@ class Member:
         return self._child.poll() if self._child is not None else None
 
     def ready(self) -> bool:
-        """It runs, and listens where it should."""
+        """It runs, has started, and its loop moves."""
         if not self.alive:
             return False
-        if self.port is None:
-            return True
+        connection = http.client.HTTPConnection("127.0.0.1", self.health_port, timeout=HEALTH_TIMEOUT_SECONDS)
         try:
-            socket.create_connection(("127.0.0.1", self.port), CONNECT_TIMEOUT_SECONDS).close()
-        except OSError:
+            connection.request("GET", "/healthz")
+            return connection.getresponse().status == 200
+        except (OSError, http.client.HTTPException):
             return False
-        return True
+        finally:
+            connection.close()
 
     def start(self, *, wait: bool = True) -> Self:
         """Starts it, and waits until it is ready. At once if it runs already.
@@ -93,7 +97,8 @@ class Member:
         if self.alive:
             return self
         self._folder.acquire()
-        self._folder.end_leftovers(self._folder.path, None, (), 0.0)
+        leader = next(iter(processes_in(self._folder.path)), None)
+        self._folder.end_leftovers(self._folder.path, leader, (signal.SIGTERM,), LEFTOVER_SECONDS_MAX)
         if self.port is not None:
             require_free_port(self.name, self.port)
         with self._folder.lock_for_children() as lock, self.log.open("ab") as log:
@@ -116,9 +121,10 @@ class Member:
         """Raises StartFailed, with the end of its log."""
         assert self._child is not None, f"{self.name} was not started"
         child = self._child
+        started = time.monotonic()
         wait_until(lambda: self.ready() or child.poll() is not None, self._start_timeout_seconds)
         if not self.ready():
-            waited_ms = int(self._start_timeout_seconds * 1_000)
+            waited_ms = int((time.monotonic() - started) * 1_000)
             exit_code = child.poll()
             self.kill9()
             raise StartFailed(self.name, exit_code, waited_ms, self.log, log_end(self.log))

@@ -237,6 +237,8 @@ def run_process(settings: CommonSettings, serve: Serve) -> int:
     )
     pulse = LoopPulse(metrics, settings.loop_lag_warning_ms, settings.loop_lag_stuck_ms)
     health.add("loop", pulse.problem)
+    # Until there is a Process that knows better: `/healthz` answers from here on.
+    health.add("start", lambda: "still starting")
     code = EXIT_FAILED
     try:
         if settings.metrics_port is not None:

@@ -1,0 +1,5 @@
+"""`python -m tickwheel.cli …` is `tickwheel …`."""
+
+from tickwheel.cli import main
+
+main()
