@@ -14,7 +14,7 @@ from tickwheel.clock import mono_us
 from tickwheel.domain import job
 from tickwheel.domain.timer_rows import Int64s
 from tickwheel.services.timer.session import Frame, GrantChunk
-from tickwheel.v1 import job_pb2, worker_service_pb2
+from tickwheel.v1 import job_pb2, run_pb2, worker_service_pb2
 
 if TYPE_CHECKING:
     from tickwheel.services.timer.node import TimerNode
@@ -26,6 +26,16 @@ GRANT_BYTES_ABOUT = 320
 
 def timestamp(us: int) -> Timestamp:
     return Timestamp(seconds=us // 1_000_000, nanos=us % 1_000_000 * 1_000)
+
+
+def stored_progress(said: worker_service_pb2.AttemptProgress, now_us: int) -> bytes:
+    """What a worker says of an attempt, as it stands in Postgres and is shown with its run."""
+    return run_pb2.Progress(
+        percent=said.percent,
+        message=said.message,
+        checkpoint=said.checkpoint,
+        update_time=timestamp(now_us),
+    ).SerializeToString()
 
 
 def duration(ms: int) -> Duration:
@@ -215,6 +225,6 @@ def _add_details(grant: worker_service_pb2.Grant, detail: tuple[Any, ...]) -> No
     if failure is not None:
         grant.last_failure.CopyFrom(failure_to_proto(job.decode_failure(failure)))
     if progress is not None:
-        grant.checkpoint = worker_service_pb2.AttemptProgress.FromString(progress).checkpoint
+        grant.checkpoint = run_pb2.Progress.FromString(progress).checkpoint
     if traceparent:
         grant.traceparent = traceparent

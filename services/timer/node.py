@@ -31,7 +31,7 @@ from tickwheel.runtime.config import TimerSettings
 from tickwheel.services.timer import plan
 from tickwheel.services.timer.catalog import Catalog
 from tickwheel.services.timer.entries import EntryStore
-from tickwheel.services.timer.frames import Frames, duration
+from tickwheel.services.timer.frames import Frames, duration, stored_progress
 from tickwheel.services.timer.lane import (
     BACKOFF_LOCKED_US,
     IN_WHEEL,
@@ -515,10 +515,11 @@ class TimerNode:
 
     def take_progress(self, items: Iterable[pb.AttemptProgress]) -> None:
         """The newest word of each attempt; written once a second."""
+        now_us = self.clock.now_us()
         for item in items:
             slot = self.leases.by_token.get(item.lease_token)
             if slot is not None and len(self._progress) < 50_000:
-                self._progress[item.lease_token] = (slot, item.SerializeToString())
+                self._progress[item.lease_token] = (slot, stored_progress(item, now_us))
 
     async def _run_progress(self) -> None:
         while True:

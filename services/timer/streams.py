@@ -19,8 +19,9 @@ from tickwheel.domain.ids import parse_run_id, run_shard
 from tickwheel.domain.lease import token_number
 from tickwheel.domain.run import AttemptState
 from tickwheel.domain.timer_rows import Int64s
-from tickwheel.errors import TickwheelError
+from tickwheel.errors import FieldInvalid, TickwheelError
 from tickwheel.postgres.arrays import join_uuid
+from tickwheel.rpc import convert
 from tickwheel.services.timer.lane import OUTCOME_TRIES_MAX, Ended, Lane
 from tickwheel.services.timer.leases import ENDING, FREE, LIVE, NO_STREAM, STREAM_COUNT_MAX
 from tickwheel.services.timer.session import Cancelled, Pending, Refused, WorkerSession
@@ -322,6 +323,8 @@ class Streams:
         with_results = False
         others: list[tuple[int, pb.Outcome]] = []
         for outcome in outcomes:
+            if outcome.success.result.HasField("json"):
+                make_result_plain(outcome)
             slot = by_token.get(outcome.lease_token)
             if slot is None:
                 self._without_lease(stream, outcome)
@@ -575,6 +578,18 @@ class Streams:
                 retried.tries += 1
                 await asyncio.sleep(0.02)
                 lane.push_ended(retried)
+
+
+def make_result_plain(outcome: pb.Outcome) -> None:
+    """A result that came as a JSON object becomes its text; one that is none fails the attempt for good."""
+    try:
+        plain = convert.payload(outcome.success.result, "result")
+    except FieldInvalid as error:
+        outcome.failure.type = "ResultInvalid"
+        outcome.failure.message = str(error)
+        outcome.failure.non_retryable = True
+    else:
+        outcome.success.result.CopyFrom(convert.payload_message(plain))
 
 
 def failure_of(message: Any) -> job.Failure:

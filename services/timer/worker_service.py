@@ -10,6 +10,7 @@ import structlog
 from tickwheel.clock import mono_us
 from tickwheel.domain.ids import parse_run_id, run_shard
 from tickwheel.errors import FieldInvalid, LeaseSuperseded, NodeDraining, ShardMoving
+from tickwheel.rpc import convert
 from tickwheel.services.timer.frames import duration
 from tickwheel.services.timer.leases import LIVE
 from tickwheel.services.timer.streams import Stream
@@ -166,7 +167,8 @@ class WorkerService(worker_service_pb2_grpc.WorkerServiceServicer):
         else:
             outcome.success.SetInParent()
             if request.HasField("result"):
-                outcome.success.result.CopyFrom(request.result)
+                plain = convert.payload(request.result, "result")
+                outcome.success.result.CopyFrom(convert.payload_message(plain))
         await self._record(outcome)
         return pb.CompleteRunResponse()
 

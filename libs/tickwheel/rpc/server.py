@@ -211,6 +211,6 @@ async def _end(method: str, error: Exception, context: grpc.aio.ServicerContext[
         await abort(context, error)
     if isinstance(error, grpc.aio.AioRpcError):
         # A call that was forwarded: its status and details go on as they are.
-        await context.abort(error.code(), error.details() or "", error.trailing_metadata())
+        await context.abort(error.code(), error.details() or "", tuple(error.trailing_metadata() or ()))
     log.error("rpc_failed", method=method, error=repr(error), exc_info=error)
     await abort(context, TickwheelError("an internal error; the server's log tells more"))
