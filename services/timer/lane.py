@@ -135,6 +135,16 @@ class Batch:
     sessions: list[WorkerSession] = field(default_factory=list)
     ended: list[Ended] = field(default_factory=list)
 
+    def granted_tokens(self) -> set[str]:
+        """Of the leases that it makes, if it is committed."""
+        tokens: set[str] = set()
+        if self.moves is not None:
+            leased = self.moves.action == 1
+            tokens.update(hex_ids(self.moves.token_hi[leased], self.moves.token_lo[leased]))
+        if self.grants is not None:
+            tokens.update(hex_ids(self.grants.token_hi, self.grants.token_lo))
+        return tokens
+
     @property
     def shards(self) -> set[int]:
         found: set[int] = set()

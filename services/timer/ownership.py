@@ -52,6 +52,8 @@ class Ownership:
         """Shard -> generation, as the registry has it for us."""
         self.generations: dict[int, int] = {}
         """Shard -> generation under which we took it."""
+        self._retaking: set[int] = set()
+        """Shards whose epoch we are raising: a call of our own that finds the newer one has lost nothing."""
         self._wake = asyncio.Event()
         self._prove = asyncio.Event()
 
@@ -103,9 +105,13 @@ class Ownership:
             node.horizon_us = max(node.horizon_us, until_us)
             await loader.load(fresh, 0, until_us)
             warmed = mono_us()
-            epochs = await self._take(generations)
+            self._retaking.update(generations)
+            try:
+                epochs = await self._take(generations)
+                self._note(epochs, generations)
+            finally:
+                self._retaking.difference_update(generations)
             taken = sorted(epochs)
-            self._note(epochs, generations)
             self._adopt(await node.store.load_leases(taken), mono_us())
             for shard in taken:
                 loader.loaded_until_us.setdefault(shard, until_us)
@@ -211,6 +217,13 @@ class Ownership:
 
         The lane stands still meanwhile, so nothing is written under what may be wrong.
         """
+        self._retaking.update(shards)
+        try:
+            await self._retake(lane, batch, shards)
+        finally:
+            self._retaking.difference_update(shards)
+
+    async def _retake(self, lane: Lane, batch: Batch, shards: Sequence[int]) -> None:
         node = self._node
         while True:
             mine = {s: self.generations[s] for s in shards if s in node.epochs}
@@ -248,11 +261,14 @@ class Ownership:
             node.streams.tell_lapsed(slots[applied & by_owner], "the lease was ended by its owner")
             leases.remove(slots[applied])
             lane.requeue_ended(batch.ended, slots[~applied])
-        unknown = np.array([token not in leases.by_token for token in tokens], dtype=np.bool_)
-        if unknown.any():
-            added = self._add(rows, unknown, tokens)
+        mine = batch.granted_tokens()
+        unsent = np.array([t not in leases.by_token and t in mine for t in tokens], dtype=np.bool_)
+        if unsent.any():
+            added = self._add(rows, unsent, tokens)
             node.end_owned(added, AttemptState.RELEASED)
             log.info("unsent_grants_released", lane=lane.number, count=len(added))
+        # Of any other lease that we do not know a worker may hold it: it has its time to say so.
+        self._adopt(rows, mono_us())
 
     def _reread(self, batch: Batch) -> None:
         node = self._node
@@ -272,7 +288,8 @@ class Ownership:
         """A call under `fence` found these shards under another epoch. Those that we took again since are
         ours."""
         sent = dict(zip(fence.shards.tolist(), fence.epochs.tolist(), strict=True))
-        gone = [s for s in shards if s in self._node.epochs and self._node.epochs[s] == sent.get(s)]
+        mine = self._node.epochs
+        gone = [s for s in shards if s not in self._retaking and s in mine and mine[s] == sent.get(s)]
         if gone:
             self.let_go(gone)
 

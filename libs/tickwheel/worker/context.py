@@ -14,6 +14,9 @@ from google.protobuf.json_format import MessageToDict
 
 from tickwheel.worker.attempt import Attempt, Outcome, Progress
 
+PROGRESS_MESSAGE_MAX = 1024
+CHECKPOINT_BYTES_MAX = 64 << 10
+
 
 class Cancelled(Exception):
     """Raise it from a handler (or let `raise_if_cancelled` do so) to end because the run was cancelled."""
@@ -159,7 +162,12 @@ class BaseContext:
         """
         if not 0 <= percent <= 100:
             raise ValueError(f"percent is {percent}: give a number from 0 to 100")
-        self._on_progress(self._attempt, Progress(float(percent), message[:4096], bytes(checkpoint)))
+        if len(checkpoint) > CHECKPOINT_BYTES_MAX:
+            raise ValueError(
+                f"the checkpoint has {len(checkpoint)} bytes, {CHECKPOINT_BYTES_MAX} are kept: store it apart"
+            )
+        progress = Progress(float(percent), message[:PROGRESS_MESSAGE_MAX], bytes(checkpoint))
+        self._on_progress(self._attempt, progress)
 
     @property
     def stop_reason(self) -> str | None:
