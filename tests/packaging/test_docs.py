@@ -108,6 +108,7 @@ class PageRunner:
             "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
             "PYTHONPATH": str(ROOT / "libs"),
             "PYTHONUNBUFFERED": "1",
+            "TICKWHEEL_ADDRESS": self._address,
         }
 
     def run(self, block: Block) -> str:
