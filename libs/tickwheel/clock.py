@@ -23,6 +23,18 @@ def mono_us() -> int:
     return time.monotonic_ns() // 1_000
 
 
+_BOOT_CLOCK = getattr(time, "CLOCK_BOOTTIME", None)
+
+
+def boot_us() -> int:
+    """As `mono_us`, and it goes on while the machine is suspended, where the platform has such a clock: a
+    worker counts its leases by it.
+    """
+    if _BOOT_CLOCK is None:
+        return mono_us()
+    return time.clock_gettime_ns(_BOOT_CLOCK) // 1_000
+
+
 def wall_us() -> int:
     """This host's wall clock, for logs and for telling how far it is off. Never for a decision."""
     return time.time_ns() // 1_000

@@ -77,6 +77,7 @@ async def serve(process: Process, modules: Sequence[str] = ()) -> None:
     gc.freeze()
     gc.set_threshold(GC_ALLOCATIONS, 20, 50)
     worker.start()
+    process.spawn(worker.watch(), "streams")
     await worker.wait_connected()
 
 

@@ -235,3 +235,16 @@ async def test_two_hundred_thousand_short_runs_leave_nothing_behind(
     assert rss_kib() - before_kib < 20 * 1024
     await until(lambda: not peer.cluster.leases, "all recorded")
     await until(lambda: stream.heartbeats[-1].held_count == 0, "nothing is held")
+
+
+async def test_the_benchmark_prints_what_a_run_costs() -> None:
+    command = [sys.executable, "-m", "tickwheel.bench.worker", "--rate", "2000", "--seconds", "1", "--json"]
+    process = await asyncio.create_subprocess_exec(
+        *command, env={**os.environ, "PYTHONPATH": str(LIBRARY)}, stdout=PIPE
+    )
+    async with asyncio.timeout(60):
+        output, _ = await process.communicate()
+    cost = json.loads(output)
+    assert process.returncode == 0
+    assert cost["cpu_us"] > 0
+    assert cost["rate"] > 1000

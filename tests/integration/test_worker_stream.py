@@ -614,6 +614,24 @@ class Quick:
         return 0.0005
 
 
+async def test_a_worker_whose_streams_die_of_a_fault_ends_and_says_why(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = world.worker()
+    await world.serve(worker)
+    fault = ZeroDivisionError("a bug of ours")
+
+    def broken(*_: object) -> None:
+        raise fault
+
+    monkeypatch.setattr("tickwheel.worker.holdings.Holdings.tick", broken)
+    with pytest.raises(RuntimeError, match="streams' thread") as caught:
+        await world._serving.pop(worker)
+    assert isinstance(caught.value.__cause__, ExceptionGroup)
+    assert caught.value.__cause__.exceptions == (fault,)
+    assert str(worker.problem()).startswith("its streams' thread has ended")
+
+
 async def test_spans_belong_to_their_fires_and_none_is_detached_elsewhere(world: World) -> None:
     """H-O02, with handlers that fail and are cancelled."""
     code = Path(__file__).with_name("worker_spans.py")

@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from typing import Any, Protocol
 import grpc
 import structlog
 
+from tickwheel.clock import boot_us
 from tickwheel.v1 import worker_service_pb2 as pb
 from tickwheel.v1 import worker_service_pb2_grpc
 from tickwheel.worker.attempt import Attempt, Outcome, Progress
@@ -43,13 +43,6 @@ DRAINING_S = 1.0
 """A timer that drains is looked at again after so long."""
 
 _logger = structlog.get_logger("tickwheel.worker")
-
-_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
-
-
-def now_mono_us() -> int:
-    """The worker's monotonic clock. It goes on while the host is suspended, where the platform has such."""
-    return time.clock_gettime_ns(_CLOCK) // 1000
 
 
 def fastest_loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -140,6 +133,8 @@ class Streams:
     def start(self) -> None:
         self._thread.start()
         self._started.wait()
+        if self.failure is not None:
+            raise RuntimeError("the streams' thread could not start") from self.failure
 
     def report(self, finished: list[tuple[Attempt, Outcome]]) -> None:
         """Take outcomes. One hand-over for the batch."""
@@ -209,7 +204,7 @@ class Streams:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            now_us = now_mono_us()
+            now_us = boot_us()
             self._apply(self._holdings.tick(now_us))
             for key in self._holdings.dead(now_us):
                 _logger.warning("timer_silent", timer=key)
@@ -250,12 +245,12 @@ class Streams:
     def _report(self, finished: list[tuple[Attempt, Outcome]]) -> None:
         """Hot: once a batch."""
         self.stats.outcomes_dropped += self._holdings.finish_all(finished)
-        self._wake(now_mono_us())
+        self._wake(boot_us())
 
     def _goodbye(self, reason: str) -> None:
         self._is_leaving = True
         self._holdings.goodbye(reason)
-        self._wake(now_mono_us())
+        self._wake(boot_us())
 
     def _settle_later(self, future: Future[None]) -> None:
         self._settled.append(future)
@@ -316,7 +311,7 @@ class Streams:
 
     async def _stream(self, link: _Link, stub: Any) -> bool:
         """One stream from Hello to its end. True if it was a stable one."""
-        session = self._holdings.open(link.timer_id, now_mono_us())
+        session = self._holdings.open(link.timer_id, boot_us())
         self.stats.streams_open += 1
         self.stats.streams_opened += 1
         call = stub.Work(metadata=self._options.metadata)
@@ -328,7 +323,7 @@ class Streams:
                 response = await call.read()
                 if not isinstance(response, pb.WorkResponse):
                     break
-                now_us = now_mono_us()
+                now_us = boot_us()
                 self.stats.responses += 1
                 effects = self._holdings.receive(link.timer_id, response, now_us)
                 self._apply(effects)
@@ -360,18 +355,18 @@ class Streams:
         finally:
             link.call = None
             self.stats.streams_open -= 1
-            self._holdings.lost(link.timer_id, now_mono_us())
+            self._holdings.lost(link.timer_id, boot_us())
             writer.cancel()
             call.cancel()
             with contextlib.suppress(asyncio.CancelledError, grpc.aio.AioRpcError):
                 await writer
-        return welcomed_us is not None and now_mono_us() - welcomed_us >= STABLE_US
+        return welcomed_us is not None and boot_us() - welcomed_us >= STABLE_US
 
     async def _write(self, link: _Link, call: Any, session: Session) -> None:
         """The one writer of a stream: what waits becomes one message."""
         try:
             while True:
-                request = session.take_request(now_mono_us())
+                request = session.take_request(boot_us())
                 if request is None:
                     link.wake.clear()
                     await link.wake.wait()

@@ -23,11 +23,12 @@ from typing import Any, TypeVar
 import grpc
 import structlog
 
+from tickwheel.clock import boot_us
 from tickwheel.worker.channel import ChannelOptions
 from tickwheel.worker.executor import Executor, ExecutorStats
 from tickwheel.worker.handlers import Handlers
 from tickwheel.worker.session import MARGIN_DEFAULT_US, Identity
-from tickwheel.worker.stream import Streams, StreamStats, now_mono_us
+from tickwheel.worker.stream import Streams, StreamStats
 
 CAPACITY_MAX = 20_000
 """All that is held must fit into one message, by name."""
@@ -35,6 +36,7 @@ CAPACITY_MAX = 20_000
 LAG_US_MAX = 1_000_000
 """A handlers' loop that does not answer for so long is reported."""
 
+_WATCH_INTERVAL_S = 0.5
 _CONNECTED_POLL_S = 0.02
 _PING_INTERVAL_US = 200_000
 
@@ -162,12 +164,18 @@ class Worker:
         signals = (signal.SIGTERM, signal.SIGINT) if handle_signals else ()
         for number in signals:
             loop.add_signal_handler(number, self._stop)
+        watching = asyncio.ensure_future(self.watch())
+        stopping = asyncio.ensure_future(self._stopped(1))
         try:
-            await self._stopped(1)
+            await asyncio.wait({watching, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if watching.done():
+                watching.result()
             self.stop_taking()
             await self._unless_hurried(self.wait_idle(), self._drain_grace_s, 2)
             await self._unless_hurried(self.hand_back(), RECORD_S, 3)
         finally:
+            watching.cancel()
+            stopping.cancel()
             for number in signals:
                 loop.remove_signal_handler(number)
             await self.close()
@@ -232,6 +240,14 @@ class Worker:
         self._streams.goodbye("the worker stops")
         self._executor.stop_taking()
 
+    async def watch(self) -> None:
+        """Until the streams' thread dies of a fault, which it raises: without it nothing is renewed."""
+        streams = self._streams
+        assert streams is not None, "start() comes first"
+        while streams.is_alive:  # noqa: ASYNC110 - it is a thread's end that is waited for
+            await asyncio.sleep(_WATCH_INTERVAL_S)
+        raise RuntimeError("the streams' thread has ended") from streams.failure
+
     async def wait_idle(self) -> None:
         """Until no handler runs and the timers have recorded everything."""
         if self._streams is not None and self._executor is not None:
@@ -273,7 +289,7 @@ class _LoopLag:
         self._thread_id = threading.get_ident()
 
     def tick(self) -> None:
-        now_us = now_mono_us()
+        now_us = boot_us()
         if self._asked_us is None:
             if now_us >= self._next_us and self._loop is not None and not self._loop.is_closed():
                 self._asked_us = now_us
@@ -287,7 +303,7 @@ class _LoopLag:
             )
 
     def _answer(self) -> None:
-        now_us = now_mono_us()
+        now_us = boot_us()
         if self._asked_us is not None:
             self.lag_us = now_us - self._asked_us
         if self._is_reported:
