@@ -88,7 +88,7 @@ def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
 
 
 def count(database: psycopg.Connection[Any], sql: str, *parameters: Any) -> int:
-    row = database.execute(sql, parameters).fetchone()  # type: ignore[arg-type]
+    row = database.execute(sql, parameters).fetchone()
     assert row is not None
     return int(row[0] or 0)
 
