@@ -492,6 +492,16 @@ def _health(tenant: str) -> Call[cluster_service_pb2.ClusterHealth]:
     return Call("cluster", "GetClusterHealth", request, _itself)
 
 
+def _resume_cluster(
+    tenant: str, *, force: bool = False, hold: timedelta | None = None
+) -> Call[cluster_service_pb2.ResumeClusterResponse]:
+    """Accepts what stands in Postgres as the cluster's history. `hold`: nothing is granted for so long."""
+    request = cluster_service_pb2.ResumeClusterRequest(force=force)
+    if hold is not None:
+        request.hold_duration.CopyFrom(duration_message(hold))
+    return Call("cluster", "ResumeCluster", request, _itself)
+
+
 def _schedule_pages(tenant: str, filter: str, show_deleted: bool, full: bool) -> Call[Any]:
     request = schedule_service_pb2.ListSchedulesRequest(
         parent=f"tenants/{tenant}",
@@ -673,6 +683,7 @@ class AsyncCluster(_AsyncPart):
     timers = _async(_list_timers)
     drain = _async(_drain_timer)
     health = _async(_health)
+    resume = _async(_resume_cluster)
 
 
 class Client:
@@ -844,6 +855,7 @@ class BlockingCluster(_BlockingPart):
     timers = _blocking(_list_timers)
     drain = _blocking(_drain_timer)
     health = _blocking(_health)
+    resume = _blocking(_resume_cluster)
 
 
 class BlockingClient:

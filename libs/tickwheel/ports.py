@@ -164,12 +164,40 @@ class ClusterFacts:
     """Which history Postgres was last seen in; a difference means that commits may be gone (design, section
     6).
 
-    wal_position: bytes from the start of the log; it only grows within one timeline.
+    wal_position: bytes from the start of the log; it only grows within one timeline. incarnation: what stands
+    in Postgres. halted: why the leader lets nothing be granted, empty when all is well.
     """
 
     system_identifier: int
     timeline: int
     wal_position: int
+    incarnation: int = 0
+    halted: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    """What a timer found behind a connection that is not the history that was known.
+
+    incarnation: the one that the timer was in; the next resume settles the doubt.
+    """
+
+    node_id: str
+    incarnation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Resumption:
+    """A history of the cluster that somebody has accepted, although commits may be gone.
+
+    at_us: when (cluster clock); hold_ms: nothing is granted for so long after it, so that every lease of
+    the history before has run out, those that nobody remembers included.
+    """
+
+    incarnation: int
+    at_us: int
+    hold_ms: int
 
 
 # --- Shard registry and election: Protocols ---------------------------------------------------------------
@@ -236,6 +264,30 @@ class ShardRegistry(Protocol):
 
     async def put_cluster_facts(self, term: LeaderTerm, facts: ClusterFacts) -> None:
         """Remember the facts. Raises LeaderLost when the term is over."""
+        ...
+
+    async def doubt(self) -> Doubt | None:
+        """The last one that was put; None when there was none."""
+        ...
+
+    async def put_doubt(self, doubt: Doubt) -> None:
+        """Tell the leader, who has perhaps not seen it: then everybody stops."""
+        ...
+
+    async def resumption(self) -> Resumption | None:
+        """The last one that was begun; None when there was none."""
+        ...
+
+    async def put_resumption(self, resumption: Resumption) -> None:
+        """Remember it. Put it *before* its incarnation is raised: whoever sees that one finds this one."""
+        ...
+
+    async def lease_ms_max(self) -> int:
+        """The longest lease that was ever granted, in milliseconds; 0 before the first note of it."""
+        ...
+
+    async def raise_lease_ms_max(self, lease_ms: int) -> None:
+        """Remember it where it is longer than what is known. Idempotent; do it before such a grant."""
         ...
 
     async def request_drain(self, timer_id: str) -> None:

@@ -116,10 +116,20 @@ class ClusterService(cluster_service_pb2_grpc.ClusterServiceServicer):
             unowned_shards=unowned,
             etcd_reachable=etcd_reachable,
             postgres_reachable=postgres_reachable,
+            halted_reason=self._node.history.halted,
         )
         health.verdict = _verdict(health)
         health.healthy = health.verdict.startswith("All is well")
         return health
+
+    async def ResumeCluster(
+        self, request: cluster_service_pb2.ResumeClusterRequest, context: Context
+    ) -> cluster_service_pb2.ResumeClusterResponse:
+        hold_ms = request.hold_duration.ToMilliseconds() if request.HasField("hold_duration") else None
+        resumption = await self._node.history.resume(force=request.force, hold_ms=hold_ms)
+        return cluster_service_pb2.ResumeClusterResponse(
+            incarnation=resumption.incarnation, hold_duration=convert.duration(resumption.hold_ms * 1_000)
+        )
 
     async def _probe_etcd(self) -> tuple[RegistrySnapshot, bool]:
         try:

@@ -24,6 +24,7 @@ from tickwheel.runtime.process import EXIT_CANNOT_START, Phase, Process, run_pro
 from tickwheel.services.coordinator.cluster_service import ClusterService
 from tickwheel.services.coordinator.cluster_time import ClusterTime
 from tickwheel.services.coordinator.dead_letter_service import DeadLetterService
+from tickwheel.services.coordinator.history import HistoryKeeper
 from tickwheel.services.coordinator.leader import maintain_partitions, resume_paused
 from tickwheel.services.coordinator.node import Node
 from tickwheel.services.coordinator.nudges import Nudger
@@ -82,6 +83,9 @@ async def serve(process: Process) -> None:
     view = ShardView()
     channels = TimerChannels(view)
     process.on_stop(Phase.CLOSE, "timers", channels.close)
+    catalog = Catalog(database)
+    history = HistoryKeeper(settings.postgres_url, registry, election, database, catalog.forget)
+    database.admit = history.admit
     nudger = Nudger(view, channels, timeout_ms=settings.nudge_timeout_ms, queue_max=settings.nudge_queue_max)
     waiters = Waiters(database)
     node = Node(
@@ -89,7 +93,8 @@ async def serve(process: Process) -> None:
         shard_count=found.shard_count,
         settings=settings,
         database=database,
-        catalog=Catalog(database),
+        catalog=catalog,
+        history=history,
         registry=registry,
         election=election,
         view=view,
@@ -115,6 +120,7 @@ async def serve(process: Process) -> None:
         ("election", election.run()),
         ("reconciler", reconciler.run()),
         ("registry-view", registry.watch(view.hear)),
+        ("history", history.run()),
         ("nudger", nudger.run()),
         ("waiters", waiters.run()),
         ("partitions", maintain_partitions(election, database, settings.postgres_url)),
@@ -188,6 +194,10 @@ def _measure(process: Process, node: Node) -> None:
     leads.set_function(lambda: float(node.election.term() is not None))
     dropped = metrics.gauge("tickwheel_nudges_dropped", "Rows whose owners were not told, since the start.")
     dropped.set_function(lambda: float(node.nudger.dropped_count))
+    halted = metrics.gauge(
+        "tickwheel_halted", "1 while nothing is granted because Postgres has another history."
+    )
+    halted.set_function(lambda: float(bool(node.history.halted)))
     waiting = metrics.gauge("tickwheel_pool_waiting", "Callers that wait for a connection to Postgres.")
     waiting.set_function(lambda: float(node.database.statistics().get("requests_waiting", 0)))
 

@@ -9,6 +9,7 @@ from tickwheel.etcd.registry import EtcdRegistry
 from tickwheel.postgres.catalog import Catalog
 from tickwheel.postgres.connections import Database
 from tickwheel.runtime.config import CoordinatorSettings
+from tickwheel.services.coordinator.history import HistoryKeeper
 from tickwheel.services.coordinator.nudges import Nudger
 from tickwheel.services.coordinator.shard_view import ShardView
 from tickwheel.services.coordinator.timer_channels import TimerChannels
@@ -26,5 +27,6 @@ class Node:
     election: EtcdElection
     view: ShardView
     channels: TimerChannels
+    history: HistoryKeeper
     nudger: Nudger
     waiters: Waiters

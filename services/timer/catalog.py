@@ -56,6 +56,15 @@ class Catalog:
         self.weights: dict[int, int] = {}
         self.routes: dict[int, tuple[str, str]] = {}
         self._route_last = 0
+        self.lease_ms_max = 0
+        """Of all templates that were ever read."""
+
+    def forget(self) -> None:
+        """Another history of Postgres: there the same ids may stand for something else."""
+        for cache in (self.triggers, self.templates, self.heads, self.tenants, self.weights, self.routes):
+            cache.clear()
+        self.tenant_ids.clear()
+        self._route_last = 0
 
     async def ensure_definitions(self, trigger_ids: Iterable[int], template_ids: Iterable[int]) -> None:
         """Reads the triggers and templates that are not here."""
@@ -69,7 +78,10 @@ class Catalog:
         for key in triggers:
             self.triggers[key] = _compile(found_triggers.get(key))
         for key in templates:
-            self.templates[key] = _template(found_templates.get(key))
+            template = _template(found_templates.get(key))
+            self.templates[key] = template
+            if isinstance(template, job.JobTemplate):
+                self.lease_ms_max = max(self.lease_ms_max, template.lease_ms)
 
     async def ensure_heads(self, hi: U64, lo: U64, version: I64) -> None:
         """Reads the heads of these schedules' versions that are not here."""

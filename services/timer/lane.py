@@ -169,6 +169,9 @@ class Lane:
         self._settle: deque[Int64s] = deque()
         self._wake = asyncio.Event()
         self._turn = 0
+        self.idle = asyncio.Event()
+        """Set while no batch is being built or on its way."""
+        self.idle.set()
 
     @property
     def ended_count(self) -> int:
@@ -227,9 +230,16 @@ class Lane:
         return self.ended_count + self.ready.depth() > 200
 
     async def _write_one(self) -> bool:
-        node = self._node
-        if node.halted:
+        if self._node.halted:
             return False
+        self.idle.clear()
+        try:
+            return await self._write_batch()
+        finally:
+            self.idle.set()
+
+    async def _write_batch(self) -> bool:
+        node = self._node
         batch = Batch(node.clock.now_us(), mono_us())
         try:
             await self._build(batch)
@@ -285,6 +295,8 @@ class Lane:
         node = self._node
         sessions = [s for s in node.sessions.values() if s.credit > 0]
         batch.sessions = sessions
+        if batch.clock_us < node.grants_from_mono_us:
+            return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int32)
         if not sessions or not self.ready.depth():
             return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int32)
         self._turn = (self._turn + 1) % len(sessions)
@@ -337,6 +349,7 @@ class Lane:
         await node.catalog.ensure_definitions(
             np.unique(entries.trigger_id[slots]).tolist(), np.unique(entries.template_id[slots]).tolist()
         )
+        await node.history.note_lease(node.catalog.lease_ms_max)
         alive = entries.alive(both)
         if not alive.all():
             self._give_back(batch, owner[~alive])

@@ -67,7 +67,8 @@ async def serve(process: Process) -> None:
     internal = f"{settings.listen_host}:{port}"
     external = settings.external_address or internal
     process.on_stop(Phase.RELEASE, "grpc", lambda: server.stop(500))
-    await store.register_timer(settings.node_name, external, node.clock.now_us())
+    node.external_address = external
+    await node.register_again()
 
     for name, loop in node.loops().items():
         process.spawn(loop, name)
@@ -75,6 +76,7 @@ async def serve(process: Process) -> None:
     registration = Registration(
         client, lease, TimerRecord(timer_id, internal, external, tickwheel.__version__, 1), mono_us
     )
+    process.spawn(tell_health(node, server), "health")
     process.spawn(lease.run(), "lease")
     process.spawn(registration.run(), "registration")
     process.spawn(registry.watch(lambda view, change: take_view(node, view, change)), "assignments")
@@ -97,6 +99,14 @@ def take_view(node: TimerNode, view: RegistrySnapshot, change: ViewChange) -> No
             if assignment.timer_id == node.timer_id
         }
     )
+
+
+async def tell_health(node: TimerNode, server: RpcServer) -> None:
+    """NOT_SERVING while the timer is halted."""
+    while True:
+        await node.halt_changed.wait()
+        node.halt_changed.clear()
+        await server.set_serving(not node.halted)
 
 
 async def drain(node: TimerNode, registry: EtcdRegistry) -> None:

@@ -46,6 +46,9 @@ class Meters:
         self._truncated = metrics.counter(
             "tickwheel_loads_truncated_total", "Loads that stopped at a tenant's share of memory."
         )
+        self._halted = metrics.gauge(
+            "tickwheel_halted", "1 while nothing is granted because Postgres has another history."
+        )
         self._owned = metrics.gauge("tickwheel_shards_owned", "Shards that are ours.")
         self._ready = metrics.gauge("tickwheel_ready_rows", "Due rows that wait for a worker.")
         self._wheel = metrics.gauge("tickwheel_wheel_rows", "Timers in the wheel.")
@@ -107,6 +110,9 @@ class Meters:
 
     def truncated(self) -> None:
         self._truncated.inc()
+
+    def halt(self, halted: bool) -> None:
+        self._halted.set(halted)
 
     def owned(self, count: int) -> None:
         self._owned.set(count)

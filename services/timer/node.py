@@ -32,6 +32,7 @@ from tickwheel.services.timer import plan
 from tickwheel.services.timer.catalog import Catalog
 from tickwheel.services.timer.entries import EntryStore
 from tickwheel.services.timer.frames import Frames, duration, stored_progress
+from tickwheel.services.timer.history import NOT_YET_US, History
 from tickwheel.services.timer.lane import (
     BACKOFF_LOCKED_US,
     IN_WHEEL,
@@ -84,7 +85,11 @@ class TimerNode:
         self.incarnation = 0
         self.shard_count = 0
         self.halted = ""
-        """Why no grant may be made: Postgres has another history than the one we knew."""
+        """Why nothing may be granted, written or read: Postgres has another history than the one we knew."""
+        self.halt_changed = asyncio.Event()
+        self.grants_from_mono_us = NOT_YET_US
+        """Nothing is granted before: leases of a history that was lost may still run."""
+        self.external_address = ""
 
         self.epochs: dict[int, int] = {}
         """Shards that are ours, with the epoch under which we hold each."""
@@ -109,6 +114,7 @@ class TimerNode:
             settings.load_page_count,
             settings.full_sweep_interval_ms * 1_000,
         )
+        self.history = History(self)
         self.ownership = Ownership(self)
         self.streams = Streams(self)
         self.lanes = [Lane(number, self) for number in range(LANE_COUNT)]
@@ -130,7 +136,8 @@ class TimerNode:
 
     async def start(self) -> None:
         """Sets the clock, reads what every part needs. Raises StoreUnavailable."""
-        _, self.shard_count, self.incarnation, _ = await self.store.cluster()
+        await self.history.enter()
+        _, self.shard_count, _, _ = await self.store.cluster()
         for _ in range(5):
             await self.clock.sample(self.store.clock_us)
         self.wheel = TimingWheel(self.clock.now_us())
@@ -147,6 +154,7 @@ class TimerNode:
             "cancels": self._run_cancels(),
             "progress": self._run_progress(),
             "routes": self._run_routes(),
+            "history": self.history.run(),
             "ownership": self.ownership.run(),
             "proofs": self.ownership.run_proofs(),
             "loader": self.loader.run(),
@@ -472,12 +480,14 @@ class TimerNode:
         self.spawn(self._doubtful(lane, slots, ended))
 
     async def _doubtful(self, lane: Lane, slots: Int64s, ended: Sequence[Ended]) -> None:
+        handles = self.leases.handles(slots)
         try:
             await self.streams.doubtful(lane, slots, ended)
         except TickwheelError as error:
             log.warning("doubtful_outcomes_wait", reason=str(error))
             await asyncio.sleep(0.5)
-            lane.requeue_ended(ended, slots)
+            # A shard that was lost meanwhile has freed its slots.
+            lane.requeue_ended(ended, slots[self.leases.held(handles)])
 
     def poison_outcome(self, lane: Lane, slots: Int64s, error: BatchRefused) -> None:
         """An outcome that Postgres refuses for its data: the attempt fails, with the reason instead of
@@ -599,6 +609,19 @@ class TimerNode:
         if not self._postgres_missed_since_us:
             self._postgres_missed_since_us = mono_us()
             log.warning("postgres_out_of_reach", reason=reason)
+
+    def forget_everything(self) -> None:
+        """Another history: shards, leases, and what ids stood for. Workers open their streams anew."""
+        if self.epochs:
+            self.ownership.let_go(list(self.epochs))
+        self.catalog.forget()
+        self._progress.clear()
+        for stream in self.streams.by_number.values():
+            stream.session.closed = True
+            stream.wake.set()
+
+    async def register_again(self) -> None:
+        await self.store.register_timer(self.settings.node_name, self.external_address, self.clock.now_us())
 
     def drain_streams(self) -> None:
         """Tells every worker to look elsewhere."""

@@ -25,6 +25,7 @@ from tickwheel.domain.shard import EPOCH_TAKING_BITS, GRANTS_PER_EPOCH_MAX, firs
 from tickwheel.domain.timer_rows import Bools, Int64s
 from tickwheel.errors import StoreUnavailable, TickwheelError
 from tickwheel.ports import RegistryError
+from tickwheel.postgres.history import HistoryChanged
 from tickwheel.postgres.timer_store import BatchRefused, CommitUnknown, Fence, LeaseRows, ShardBusy
 from tickwheel.services.timer.lane import IN_WHEEL, Batch, Lane, hex_ids
 from tickwheel.services.timer.loader import LOOKAHEAD_US
@@ -62,6 +63,10 @@ class Ownership:
         self.desired = dict(desired)
         self._wake.set()
 
+    def wake(self) -> None:
+        """Looks again at what should be ours."""
+        self._wake.set()
+
     def fence(self) -> Fence:
         """Of all shards that are ours."""
         epochs = self._node.epochs
@@ -76,6 +81,8 @@ class Ownership:
         while True:
             await self._wake.wait()
             self._wake.clear()
+            if node.halted:
+                continue  # Going on wakes us.
             missing = sorted(
                 shard
                 for shard, generation in self.desired.items()
@@ -112,7 +119,12 @@ class Ownership:
             finally:
                 self._retaking.difference_update(generations)
             taken = sorted(epochs)
-            self._adopt(await node.store.load_leases(taken), mono_us())
+            try:
+                self._adopt(await node.store.load_leases(taken), mono_us())
+            except TickwheelError:
+                # Owned without its leases, a shard would never end them.
+                self.let_go(taken)
+                raise
             for shard in taken:
                 loader.loaded_until_us.setdefault(shard, until_us)
             await loader.load(taken, 0, node.clock.now_us() + SOON_US)
@@ -143,7 +155,7 @@ class Ownership:
         node = self._node
         for _ in range(TAKE_TRIES_MAX):
             try:
-                return await node.store.take(generations, node.clock.now_us())
+                return self._of_our_history(await node.store.take(generations, node.clock.now_us()))
             except ShardBusy:
                 pids = await node.store.end_blockers(sorted(generations))
                 log.warning("fence_blockers_ended", pids=pids)
@@ -153,11 +165,18 @@ class Ownership:
                 await asyncio.sleep(RETRY_S)
         raise StoreUnavailable("Postgres", "a fence could not be had")
 
+    def _of_our_history(self, epochs: dict[int, int]) -> dict[int, int]:
+        """The epochs that were taken, if they are of the incarnation that we know. Raises HistoryChanged."""
+        node = self._node
+        newest = max(epochs.values(), default=0) >> EPOCH_TAKING_BITS
+        if newest > node.incarnation:
+            node.history.halt(f"the cluster was resumed as incarnation {newest}")
+            raise HistoryChanged(node.halted)
+        return epochs
+
     def _note(self, epochs: Mapping[int, int], generations: Mapping[int, int]) -> None:
         node = self._node
         for shard, epoch in epochs.items():
-            if epoch >> EPOCH_TAKING_BITS != node.incarnation:
-                node.incarnation = epoch >> EPOCH_TAKING_BITS
             node.epochs[shard] = epoch
             node.fences[shard] = first_fence(epoch) + 1
             self.generations[shard] = generations[shard]
@@ -227,8 +246,8 @@ class Ownership:
         node = self._node
         while True:
             mine = {s: self.generations[s] for s in shards if s in node.epochs}
-            if not mine:
-                return
+            if not mine or node.halted:
+                return  # Whoever goes on after a halt forgets everything first.
             try:
                 epochs = await self._take(mine)
                 rows = await node.store.load_leases(sorted(epochs))
@@ -337,6 +356,9 @@ class Ownership:
         """The shards that are shown to be ours still: by a fenced write, or else by the registry."""
         node = self._node
         fence = self.fence()
+        if node.halted:
+            # A write to a Postgres in doubt proves nothing.
+            return await self._prove_by_registry(fence)
         try:
             async with asyncio.timeout(PROOF_TIMEOUT_S):
                 lost = await node.store.stamp(fence, node.clock.now_us())

@@ -19,9 +19,11 @@ from tickwheel.etcd.registry import EtcdRegistry
 from tickwheel.ports import (
     AssignmentWrite,
     ClusterFacts,
+    Doubt,
     LeaderLost,
     LeaderTerm,
     RegistrySnapshot,
+    Resumption,
     ShardRegistry,
     TimerRecord,
     ViewChange,
@@ -179,6 +181,30 @@ async def test_facts_are_the_last_ones_put(registry: Registry) -> None:
     await registry.put_cluster_facts(term, ClusterFacts(1, 2, 3))
     await registry.put_cluster_facts(term, ClusterFacts(1, 2, 4))
     assert await registry.cluster_facts() == ClusterFacts(1, 2, 4)
+    await registry.put_cluster_facts(term, ClusterFacts(1, 3, 2, incarnation=5, halted="another timeline"))
+    assert await registry.cluster_facts() == ClusterFacts(1, 3, 2, 5, "another timeline")
+
+
+async def test_the_last_doubt_is_remembered(registry: Registry) -> None:
+    assert await registry.doubt() is None
+    await registry.put_doubt(Doubt("a", 0, "another timeline"))
+    await registry.put_doubt(Doubt("b", 1, "a shorter log"))
+    assert await registry.doubt() == Doubt("b", 1, "a shorter log")
+
+
+async def test_the_last_resumption_is_remembered(registry: Registry) -> None:
+    assert await registry.resumption() is None
+    await registry.put_resumption(Resumption(3, 1_700_000_000_000_000, 10_000))
+    await registry.put_resumption(Resumption(4, 1_700_000_000_000_001, 60_000))
+    assert await registry.resumption() == Resumption(4, 1_700_000_000_000_001, 60_000)
+
+
+async def test_the_longest_lease_is_never_forgotten(registry: Registry) -> None:
+    assert await registry.lease_ms_max() == 0
+    await registry.raise_lease_ms_max(10_000)
+    await registry.raise_lease_ms_max(60_000)
+    await registry.raise_lease_ms_max(10_000)
+    assert await registry.lease_ms_max() == 60_000
 
 
 async def test_drains_are_asked_for_and_taken_back_any_number_of_times(registry: Registry) -> None:

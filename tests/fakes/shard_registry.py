@@ -11,10 +11,12 @@ from tickwheel.ports import (
     AssignmentsWritten,
     AssignmentWrite,
     ClusterFacts,
+    Doubt,
     LeaderLost,
     LeaderTerm,
     RegistrySnapshot,
     RegistryUnavailable,
+    Resumption,
     TimerRecord,
     ViewChange,
 )
@@ -35,6 +37,9 @@ class MemoryShardRegistry:
     _epochs: dict[int, int] = field(default_factory=dict)
     _incarnation: int = 0
     _facts: ClusterFacts | None = None
+    _doubt: Doubt | None = None
+    _resumption: Resumption | None = None
+    _lease_ms_max: int = 0
     _cut: bool = False
     _listeners: list[Listener] = field(default_factory=list)
 
@@ -144,6 +149,33 @@ class MemoryShardRegistry:
         self._facts = facts
         self._revision += 1
 
+    async def doubt(self) -> Doubt | None:
+        self._answer()
+        return self._doubt
+
+    async def put_doubt(self, doubt: Doubt) -> None:
+        self._answer()
+        self._doubt = doubt
+        self._revision += 1
+
+    async def resumption(self) -> Resumption | None:
+        self._answer()
+        return self._resumption
+
+    async def put_resumption(self, resumption: Resumption) -> None:
+        self._answer()
+        self._resumption = resumption
+        self._revision += 1
+
+    async def lease_ms_max(self) -> int:
+        self._answer()
+        return self._lease_ms_max
+
+    async def raise_lease_ms_max(self, lease_ms: int) -> None:
+        self._answer()
+        self._lease_ms_max = max(self._lease_ms_max, lease_ms)
+        self._revision += 1
+
     async def request_drain(self, timer_id: str) -> None:
         self._answer()
         self._drains.add(timer_id)
@@ -158,6 +190,7 @@ class MemoryShardRegistry:
     async def wipe(self) -> None:
         """Forget everything, as if the store had been made anew."""
         self._leader, self._facts, self._incarnation = None, None, 0
+        self._doubt, self._resumption, self._lease_ms_max = None, None, 0
         for kind in (self._timers, self._assignments, self._epochs):
             kind.clear()
         self._drains.clear()

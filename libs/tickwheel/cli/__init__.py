@@ -25,7 +25,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "schedule": ("tickwheel.cli.schedule", "Create, look at, change, pause and delete schedules."),
     "run": ("tickwheel.cli.run", "Create, look at, cancel and watch runs."),
     "dead-letter": ("tickwheel.cli.dead_letter", "Look at runs that have no attempts left, and replay them."),
-    "cluster": ("tickwheel.cli.cluster", "Shards, timers, drains."),
+    "cluster": ("tickwheel.cli.cluster", "Shards, timers, drains, restored stores."),
     "health": ("tickwheel.cli.health", "One sentence on how the cluster is."),
     "trigger": ("tickwheel.cli.trigger", "Look at triggers before they are saved."),
     "bench": ("tickwheel.cli.bench", "Measure this machine against the budgets."),

@@ -9,10 +9,10 @@ from typing import Annotated
 import typer
 
 from tickwheel.cli import EXIT_FAILED, output
-from tickwheel.cli.options import Address, AsJson, connect
+from tickwheel.cli.options import Address, AsJson, connect, parse_duration
 from tickwheel.client import DEFAULT_ADDRESS
 
-app = typer.Typer(help="Shards, timers, drains.", no_args_is_help=True, add_completion=False)
+app = typer.Typer(help="Shards, timers, drains, restored stores.", no_args_is_help=True, add_completion=False)
 
 DRAIN_POLL_S = 0.5
 
@@ -96,3 +96,35 @@ def drain(
         output.console.print(f"{timer_id} owns nothing any more: it can be stopped")
     if left:
         sys.exit(EXIT_FAILED)
+
+
+@app.command("resume")
+def resume(
+    force: Annotated[
+        bool, typer.Option("--force", help="Though nothing stands still: commits were lost unnoticed.")
+    ] = False,
+    hold: Annotated[
+        str | None,
+        typer.Option(
+            "--hold", help="Grant nothing for so long, such as 30s; else the longest lease there was."
+        ),
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    address: Address = DEFAULT_ADDRESS,
+    as_json: AsJson = False,
+) -> None:
+    """Go on with the Postgres that is there, after it was promoted or restored."""
+    with connect(address) as client:
+        if not yes and not as_json:
+            output.console.print(client.cluster.health().verdict)
+            typer.confirm("What that Postgres does not know is lost. Go on with it?", abort=True)
+        resumed = client.cluster.resume(
+            force=force, hold=None if hold is None else parse_duration(hold, "hold")
+        )
+    if as_json:
+        output.print_json(resumed)
+    else:
+        output.console.print(
+            f"the cluster goes on as incarnation {resumed.incarnation}; "
+            f"grants begin in {resumed.hold_duration.ToSeconds()} s"
+        )

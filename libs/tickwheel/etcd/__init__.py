@@ -50,6 +50,9 @@ Keys, all below one prefix (`/tickwheel/` by default):
     epochs/<shard>         the highest epoch seen
     cluster/incarnation    the number of the cluster's history
     cluster/facts          system identifier, timeline and WAL position of Postgres
+    cluster/doubt          what a timer found that is another history
+    cluster/resumption     the last time that somebody went on although commits may be gone
+    cluster/lease_ms_max   the longest lease that was ever granted
 
 `aetcd.rpc` gives the generated stubs; channel, deadlines, keepalive, watch and failover are ours.
 """

@@ -15,6 +15,9 @@ class Keys:
         self.epochs = f"{prefix}epochs/"
         self.incarnation = f"{prefix}cluster/incarnation"
         self.facts = f"{prefix}cluster/facts"
+        self.doubt = f"{prefix}cluster/doubt"
+        self.resumption = f"{prefix}cluster/resumption"
+        self.lease_ms_max = f"{prefix}cluster/lease_ms_max"
 
     def timer(self, timer_id: str) -> str:
         return self.timers + timer_id

@@ -25,11 +25,13 @@ from tickwheel.ports import (
     AssignmentsWritten,
     AssignmentWrite,
     ClusterFacts,
+    Doubt,
     LeaderLost,
     LeaderTerm,
     RegistryRefused,
     RegistrySnapshot,
     RegistryUnavailable,
+    Resumption,
     TimerRecord,
     ViewChange,
 )
@@ -245,18 +247,21 @@ class EtcdRegistry:
         return 0 if item is None else _number(item)
 
     async def raise_incarnation(self, incarnation: int) -> int:
-        key = self._keys.incarnation
+        return await self._raise(self._keys.incarnation, incarnation)
+
+    async def _raise(self, key: str, number: int) -> int:
+        """Give the number that stands there afterwards: `number`, or a higher one that stood there before."""
         for _ in range(_RACES_MAX):
             item = await self._get(key)
-            if item is not None and _number(item) >= incarnation:
+            if item is not None and _number(item) >= number:
                 return _number(item)
             request = rpc.TxnRequest(
                 compare=[if_modified_at(key, 0 if item is None else item.mod_revision)],
-                success=[put_op(key, b"%d" % incarnation)],
+                success=[put_op(key, b"%d" % number)],
             )
             if (await self._client.call("Txn", request)).succeeded:
-                return incarnation
-        raise RegistryUnavailable("raise_incarnation", "ABORTED", f"lost {_RACES_MAX} races for {key}")
+                return number
+        raise RegistryUnavailable("raise", "ABORTED", f"lost {_RACES_MAX} races for {key}")
 
     async def cluster_facts(self) -> ClusterFacts | None:
         item = await self._get(self._keys.facts)
@@ -271,6 +276,29 @@ class EtcdRegistry:
         response = await self._client.call("Txn", request)
         if not response.succeeded:
             _check_leader(term, response.responses[0].response_range.kvs)
+
+    async def doubt(self) -> Doubt | None:
+        item = await self._get(self._keys.doubt)
+        return None if item is None else msgspec.json.decode(item.value, type=Doubt)
+
+    async def put_doubt(self, doubt: Doubt) -> None:
+        operation = put_op(self._keys.doubt, msgspec.json.encode(doubt))
+        await self._client.call("Txn", rpc.TxnRequest(success=[operation]))
+
+    async def resumption(self) -> Resumption | None:
+        item = await self._get(self._keys.resumption)
+        return None if item is None else msgspec.json.decode(item.value, type=Resumption)
+
+    async def put_resumption(self, resumption: Resumption) -> None:
+        operation = put_op(self._keys.resumption, msgspec.json.encode(resumption))
+        await self._client.call("Txn", rpc.TxnRequest(success=[operation]))
+
+    async def lease_ms_max(self) -> int:
+        item = await self._get(self._keys.lease_ms_max)
+        return 0 if item is None else _number(item)
+
+    async def raise_lease_ms_max(self, lease_ms: int) -> None:
+        await self._raise(self._keys.lease_ms_max, lease_ms)
 
     async def request_drain(self, timer_id: str) -> None:
         await self._client.call("Txn", rpc.TxnRequest(success=[put_op(self._keys.drain(timer_id), b"")]))

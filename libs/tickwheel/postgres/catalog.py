@@ -54,6 +54,11 @@ class Catalog:
         self._templates: _Bounded[int, JobTemplate] = _Bounded()
         self._triggers: _Bounded[int, CompiledTrigger] = _Bounded()
 
+    def forget(self) -> None:
+        """Another history of Postgres: there the same ids may stand for something else, or for nothing."""
+        for cache in (self._tenants, self._routes, self._templates, self._triggers):
+            cache.clear()
+
     async def tenant(self, name: str) -> Tenant:
         """Raises NotFound."""
         known = self._tenants.get(name)

@@ -67,6 +67,8 @@ class Database:
         wait_timeout_ms: int = 2_000,
         name: str = "tickwheel",
     ) -> None:
+        self.admit: Callable[[Connection], Awaitable[None]] | None = None
+        """Given each new connection before its first use."""
         self._transaction_timeout_ms = transaction_timeout_ms
         self._pool: AsyncConnectionPool[Connection] = AsyncConnectionPool(
             url,
@@ -110,6 +112,8 @@ class Database:
             " set_config('idle_in_transaction_session_timeout', %s, false), set_config('jit', 'off', false)",
             (timeout, timeout),
         )
+        if self.admit is not None:
+            await self.admit(connection)
 
     @asynccontextmanager
     async def connection(self) -> AsyncIterator[Connection]:

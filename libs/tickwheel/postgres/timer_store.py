@@ -12,7 +12,7 @@ refused raises `BatchRefused`: nothing of it took effect.
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,9 @@ from psycopg.pq import TransactionStatus
 
 from tickwheel.domain.timer_rows import TimerRows
 from tickwheel.errors import StoreUnavailable, TickwheelError
+from tickwheel.ports import ClusterFacts
 from tickwheel.postgres import arrays, statements
+from tickwheel.postgres.history import read_facts
 
 I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
@@ -194,6 +196,26 @@ def _ordinals(values: list[int] | None) -> I64:
     return np.array(values or [], dtype=np.int64) - 1
 
 
+Known = tuple[ClusterFacts | None, int]
+"""What the registry knew of Postgres at one moment, and its incarnation."""
+
+
+class Guard(Protocol):
+    """Says which connections may be used. `admit` and `check` raise StoreUnavailable where one may not."""
+
+    def admit(self) -> None:
+        """Before a connection is made or used."""
+        ...
+
+    async def known(self) -> Known:
+        """Before one is made: what it will be compared with. Read first, for a log only grows."""
+        ...
+
+    def check(self, known: Known, found: ClusterFacts) -> None:
+        """After it was made, with what is behind it."""
+        ...
+
+
 def is_connection_loss(error: psycopg.Error) -> bool:
     """Whether the answer never came: the server may have committed what was sent.
 
@@ -211,17 +233,21 @@ class Connection:
         self._url = url
         self._name = name
         self._setup = setup
+        self.guard: Guard | None = None
         self._lock = asyncio.Lock()
         self._connection: psycopg.AsyncConnection[Any] | None = None
         self._failures = 0
         self.pid = 0
 
     async def _connect(self) -> psycopg.AsyncConnection[Any]:
+        if self.guard is not None:
+            self.guard.admit()
         if self._connection is not None and not self._connection.closed:
             return self._connection
         if self._failures:
             await asyncio.sleep(min(0.05 * 2 ** min(self._failures, 5), 1.0))
         self._failures += 1
+        known = await self.guard.known() if self.guard is not None else (None, 0)
         try:
             connection = await psycopg.AsyncConnection.connect(
                 self._url,
@@ -237,6 +263,12 @@ class Connection:
             await arrays.prepare_hot_connection(connection)
             for statement in self._setup:
                 await connection.execute(sql.SQL(statement))
+            if self.guard is not None:
+                try:
+                    self.guard.check(known, await read_facts(connection))
+                except BaseException:
+                    await connection.close()
+                    raise
         except (psycopg.Error, OSError) as error:
             raise StoreUnavailable("Postgres", str(error).strip() or type(error).__name__) from error
         self._connection = connection
@@ -284,6 +316,11 @@ class Connection:
     async def close(self) -> None:
         await self._drop()
 
+    async def renew(self) -> None:
+        """The next call makes a connection of its own; one that is under way comes to its end before."""
+        async with self._lock:
+            await self._drop()
+
 
 class TimerStore:
     """All that a timer asks of Postgres. Methods raise as `Connection.run` does."""
@@ -299,9 +336,33 @@ class TimerStore:
         )
         self._stamper = Connection(url, f"{timer_id} proof")
 
+    @property
+    def _connections(self) -> tuple[Connection, ...]:
+        return (*self._writers, self._reader, self._details, self._control, self._stamper)
+
     async def close(self) -> None:
-        for connection in (*self._writers, self._reader, self._details, self._control, self._stamper):
+        for connection in self._connections:
             await connection.close()
+
+    def watch(self, guard: Guard) -> None:
+        """From now on `guard` admits each call, and is given what is behind each new connection."""
+        for connection in self._connections:
+            connection.guard = guard
+
+    async def renew(self) -> None:
+        """Closes every connection, once what is under way on it has ended: what comes next is checked."""
+        for connection in self._connections:
+            await connection.renew()
+
+    async def probe(self) -> ClusterFacts:
+        """What is behind a connection that is made now, unchecked, and closed. Raises StoreUnavailable."""
+        try:
+            async with await psycopg.AsyncConnection.connect(
+                self._url, autocommit=True, connect_timeout=CONNECT_TIMEOUT_S
+            ) as connection:
+                return await read_facts(connection)
+        except (psycopg.Error, OSError) as error:
+            raise StoreUnavailable("Postgres", str(error).strip() or type(error).__name__) from error
 
     # Fenced writes.
 

@@ -23,10 +23,11 @@ _sym_db = _symbol_database.Default()
 
 
 from google.api import field_behavior_pb2 as google_dot_api_dot_field__behavior__pb2
+from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"tickwheel/v1/cluster_service.proto\x12\x0ctickwheel.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"W\n\x05Shard\x12\r\n\x05shard\x18\x01 \x01(\x05\x12\r\n\x05timer\x18\x02 \x01(\t\x12\x12\n\ngeneration\x18\x03 \x01(\x03\x12\r\n\x05\x65poch\x18\x04 \x01(\x03\x12\r\n\x05owner\x18\x05 \x01(\t\"\xd4\x01\n\x05Timer\x12\x10\n\x08timer_id\x18\x01 \x01(\t\x12\x11\n\tnode_name\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0f\n\x07version\x18\x04 \x01(\t\x12\x13\n\x0bshard_count\x18\x05 \x01(\x05\x12\x10\n\x08\x64raining\x18\x06 \x01(\x08\x12.\n\nstart_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12-\n\tseen_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x13\n\x11ListShardsRequest\"9\n\x12ListShardsResponse\x12#\n\x06shards\x18\x01 \x03(\x0b\x32\x13.tickwheel.v1.Shard\"\x13\n\x11ListTimersRequest\"9\n\x12ListTimersResponse\x12#\n\x06timers\x18\x01 \x03(\x0b\x32\x13.tickwheel.v1.Timer\"<\n\x11\x44rainTimerRequest\x12\x16\n\x08timer_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x0f\n\x07undrain\x18\x02 \x01(\x08\"3\n\x12\x44rainTimerResponse\x12\x1d\n\x15remaining_shard_count\x18\x01 \x01(\x05\"\x14\n\x12WatchTimersRequest\":\n\x13WatchTimersResponse\x12#\n\x06timers\x18\x01 \x03(\x0b\x32\x13.tickwheel.v1.Timer\"\x19\n\x17GetClusterHealthRequest\"\xe4\x01\n\rClusterHealth\x12\x0f\n\x07verdict\x18\x01 \x01(\t\x12\x0f\n\x07healthy\x18\x02 \x01(\x08\x12\x0e\n\x06leader\x18\x03 \x01(\t\x12\x14\n\x0c\x63oordinators\x18\x04 \x03(\t\x12\x13\n\x0btimer_count\x18\x05 \x01(\x05\x12\x13\n\x0bshard_count\x18\x06 \x01(\x05\x12\x16\n\x0eunowned_shards\x18\x07 \x03(\x05\x12\x16\n\x0e\x65tcd_reachable\x18\x08 \x01(\x08\x12\x1a\n\x12postgres_reachable\x18\t \x01(\x08\x12\x15\n\rhalted_reason\x18\n \x01(\t2\xb1\x03\n\x0e\x43lusterService\x12O\n\nListShards\x12\x1f.tickwheel.v1.ListShardsRequest\x1a .tickwheel.v1.ListShardsResponse\x12O\n\nListTimers\x12\x1f.tickwheel.v1.ListTimersRequest\x1a .tickwheel.v1.ListTimersResponse\x12O\n\nDrainTimer\x12\x1f.tickwheel.v1.DrainTimerRequest\x1a .tickwheel.v1.DrainTimerResponse\x12T\n\x0bWatchTimers\x12 .tickwheel.v1.WatchTimersRequest\x1a!.tickwheel.v1.WatchTimersResponse0\x01\x12V\n\x10GetClusterHealth\x12%.tickwheel.v1.GetClusterHealthRequest\x1a\x1b.tickwheel.v1.ClusterHealthB@\n\x10\x64\x65v.tickwheel.v1P\x01Z*tickwheel.dev/api/tickwheel/v1;tickwheelv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"tickwheel/v1/cluster_service.proto\x12\x0ctickwheel.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"W\n\x05Shard\x12\r\n\x05shard\x18\x01 \x01(\x05\x12\r\n\x05timer\x18\x02 \x01(\t\x12\x12\n\ngeneration\x18\x03 \x01(\x03\x12\r\n\x05\x65poch\x18\x04 \x01(\x03\x12\r\n\x05owner\x18\x05 \x01(\t\"\xd4\x01\n\x05Timer\x12\x10\n\x08timer_id\x18\x01 \x01(\t\x12\x11\n\tnode_name\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0f\n\x07version\x18\x04 \x01(\t\x12\x13\n\x0bshard_count\x18\x05 \x01(\x05\x12\x10\n\x08\x64raining\x18\x06 \x01(\x08\x12.\n\nstart_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12-\n\tseen_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x13\n\x11ListShardsRequest\"9\n\x12ListShardsResponse\x12#\n\x06shards\x18\x01 \x03(\x0b\x32\x13.tickwheel.v1.Shard\"\x13\n\x11ListTimersRequest\"9\n\x12ListTimersResponse\x12#\n\x06timers\x18\x01 \x03(\x0b\x32\x13.tickwheel.v1.Timer\"<\n\x11\x44rainTimerRequest\x12\x16\n\x08timer_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x0f\n\x07undrain\x18\x02 \x01(\x08\"3\n\x12\x44rainTimerResponse\x12\x1d\n\x15remaining_shard_count\x18\x01 \x01(\x05\"\x14\n\x12WatchTimersRequest\":\n\x13WatchTimersResponse\x12#\n\x06timers\x18\x01 \x03(\x0b\x32\x13.tickwheel.v1.Timer\"\x19\n\x17GetClusterHealthRequest\"\xe4\x01\n\rClusterHealth\x12\x0f\n\x07verdict\x18\x01 \x01(\t\x12\x0f\n\x07healthy\x18\x02 \x01(\x08\x12\x0e\n\x06leader\x18\x03 \x01(\t\x12\x14\n\x0c\x63oordinators\x18\x04 \x03(\t\x12\x13\n\x0btimer_count\x18\x05 \x01(\x05\x12\x13\n\x0bshard_count\x18\x06 \x01(\x05\x12\x16\n\x0eunowned_shards\x18\x07 \x03(\x05\x12\x16\n\x0e\x65tcd_reachable\x18\x08 \x01(\x08\x12\x1a\n\x12postgres_reachable\x18\t \x01(\x08\x12\x15\n\rhalted_reason\x18\n \x01(\t\"W\n\x14ResumeClusterRequest\x12\r\n\x05\x66orce\x18\x01 \x01(\x08\x12\x30\n\rhold_duration\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"^\n\x15ResumeClusterResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\x05\x12\x30\n\rhold_duration\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration2\x8b\x04\n\x0e\x43lusterService\x12O\n\nListShards\x12\x1f.tickwheel.v1.ListShardsRequest\x1a .tickwheel.v1.ListShardsResponse\x12O\n\nListTimers\x12\x1f.tickwheel.v1.ListTimersRequest\x1a .tickwheel.v1.ListTimersResponse\x12O\n\nDrainTimer\x12\x1f.tickwheel.v1.DrainTimerRequest\x1a .tickwheel.v1.DrainTimerResponse\x12T\n\x0bWatchTimers\x12 .tickwheel.v1.WatchTimersRequest\x1a!.tickwheel.v1.WatchTimersResponse0\x01\x12V\n\x10GetClusterHealth\x12%.tickwheel.v1.GetClusterHealthRequest\x1a\x1b.tickwheel.v1.ClusterHealth\x12X\n\rResumeCluster\x12\".tickwheel.v1.ResumeClusterRequest\x1a#.tickwheel.v1.ResumeClusterResponseB@\n\x10\x64\x65v.tickwheel.v1P\x01Z*tickwheel.dev/api/tickwheel/v1;tickwheelv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,30 +37,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._serialized_options = b'\n\020dev.tickwheel.v1P\001Z*tickwheel.dev/api/tickwheel/v1;tickwheelv1'
   _globals['_DRAINTIMERREQUEST'].fields_by_name['timer_id']._loaded_options = None
   _globals['_DRAINTIMERREQUEST'].fields_by_name['timer_id']._serialized_options = b'\342A\001\002'
-  _globals['_SHARD']._serialized_start=118
-  _globals['_SHARD']._serialized_end=205
-  _globals['_TIMER']._serialized_start=208
-  _globals['_TIMER']._serialized_end=420
-  _globals['_LISTSHARDSREQUEST']._serialized_start=422
-  _globals['_LISTSHARDSREQUEST']._serialized_end=441
-  _globals['_LISTSHARDSRESPONSE']._serialized_start=443
-  _globals['_LISTSHARDSRESPONSE']._serialized_end=500
-  _globals['_LISTTIMERSREQUEST']._serialized_start=502
-  _globals['_LISTTIMERSREQUEST']._serialized_end=521
-  _globals['_LISTTIMERSRESPONSE']._serialized_start=523
-  _globals['_LISTTIMERSRESPONSE']._serialized_end=580
-  _globals['_DRAINTIMERREQUEST']._serialized_start=582
-  _globals['_DRAINTIMERREQUEST']._serialized_end=642
-  _globals['_DRAINTIMERRESPONSE']._serialized_start=644
-  _globals['_DRAINTIMERRESPONSE']._serialized_end=695
-  _globals['_WATCHTIMERSREQUEST']._serialized_start=697
-  _globals['_WATCHTIMERSREQUEST']._serialized_end=717
-  _globals['_WATCHTIMERSRESPONSE']._serialized_start=719
-  _globals['_WATCHTIMERSRESPONSE']._serialized_end=777
-  _globals['_GETCLUSTERHEALTHREQUEST']._serialized_start=779
-  _globals['_GETCLUSTERHEALTHREQUEST']._serialized_end=804
-  _globals['_CLUSTERHEALTH']._serialized_start=807
-  _globals['_CLUSTERHEALTH']._serialized_end=1035
-  _globals['_CLUSTERSERVICE']._serialized_start=1038
-  _globals['_CLUSTERSERVICE']._serialized_end=1471
+  _globals['_SHARD']._serialized_start=150
+  _globals['_SHARD']._serialized_end=237
+  _globals['_TIMER']._serialized_start=240
+  _globals['_TIMER']._serialized_end=452
+  _globals['_LISTSHARDSREQUEST']._serialized_start=454
+  _globals['_LISTSHARDSREQUEST']._serialized_end=473
+  _globals['_LISTSHARDSRESPONSE']._serialized_start=475
+  _globals['_LISTSHARDSRESPONSE']._serialized_end=532
+  _globals['_LISTTIMERSREQUEST']._serialized_start=534
+  _globals['_LISTTIMERSREQUEST']._serialized_end=553
+  _globals['_LISTTIMERSRESPONSE']._serialized_start=555
+  _globals['_LISTTIMERSRESPONSE']._serialized_end=612
+  _globals['_DRAINTIMERREQUEST']._serialized_start=614
+  _globals['_DRAINTIMERREQUEST']._serialized_end=674
+  _globals['_DRAINTIMERRESPONSE']._serialized_start=676
+  _globals['_DRAINTIMERRESPONSE']._serialized_end=727
+  _globals['_WATCHTIMERSREQUEST']._serialized_start=729
+  _globals['_WATCHTIMERSREQUEST']._serialized_end=749
+  _globals['_WATCHTIMERSRESPONSE']._serialized_start=751
+  _globals['_WATCHTIMERSRESPONSE']._serialized_end=809
+  _globals['_GETCLUSTERHEALTHREQUEST']._serialized_start=811
+  _globals['_GETCLUSTERHEALTHREQUEST']._serialized_end=836
+  _globals['_CLUSTERHEALTH']._serialized_start=839
+  _globals['_CLUSTERHEALTH']._serialized_end=1067
+  _globals['_RESUMECLUSTERREQUEST']._serialized_start=1069
+  _globals['_RESUMECLUSTERREQUEST']._serialized_end=1156
+  _globals['_RESUMECLUSTERRESPONSE']._serialized_start=1158
+  _globals['_RESUMECLUSTERRESPONSE']._serialized_end=1252
+  _globals['_CLUSTERSERVICE']._serialized_start=1255
+  _globals['_CLUSTERSERVICE']._serialized_end=1778
 # @@protoc_insertion_point(module_scope)

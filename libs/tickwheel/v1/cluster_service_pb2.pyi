@@ -5,6 +5,7 @@ isort:skip_file
 
 from collections import abc as abc
 from google.protobuf import descriptor as descriptor
+from google.protobuf import duration_pb2 as duration_pb2
 from google.protobuf import message as message
 from google.protobuf import timestamp_pb2 as timestamp_pb2
 from google.protobuf.internal import containers as containers
@@ -286,5 +287,53 @@ class ClusterHealth(message.Message):
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
     _ClearFieldArgType: _TypeAlias = typing.Literal["coordinators", b"coordinators", "etcd_reachable", b"etcd_reachable", "halted_reason", b"halted_reason", "healthy", b"healthy", "leader", b"leader", "postgres_reachable", b"postgres_reachable", "shard_count", b"shard_count", "timer_count", b"timer_count", "unowned_shards", b"unowned_shards", "verdict", b"verdict"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class ResumeClusterRequest(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
+
+    FORCE_FIELD_NUMBER: builtins.int
+    HOLD_DURATION_FIELD_NUMBER: builtins.int
+    force: builtins.bool
+    """Also when nothing is known to be wrong: commits were lost in a way that nobody could notice."""
+    @builtins.property
+    def hold_duration(self) -> duration_pb2.Duration:
+        """Nothing is granted for so long, so that every lease that the lost commits gave has run out. Unset: the longest
+        lease that was ever granted.
+        """
+
+    def __init__(
+        self,
+        *,
+        force: builtins.bool = ...,
+        hold_duration: duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = typing.Literal["hold_duration", b"hold_duration"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["force", b"force", "hold_duration", b"hold_duration"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class ResumeClusterResponse(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: builtins.int
+    HOLD_DURATION_FIELD_NUMBER: builtins.int
+    incarnation: builtins.int
+    """The new one. All epochs and fences from now on are higher than any before."""
+    @builtins.property
+    def hold_duration(self) -> duration_pb2.Duration: ...
+    def __init__(
+        self,
+        *,
+        incarnation: builtins.int = ...,
+        hold_duration: duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = typing.Literal["hold_duration", b"hold_duration"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["hold_duration", b"hold_duration", "incarnation", b"incarnation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...

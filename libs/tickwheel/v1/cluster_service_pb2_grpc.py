@@ -60,6 +60,11 @@ class ClusterServiceStub:
                 request_serializer=tickwheel_dot_v1_dot_cluster__service__pb2.GetClusterHealthRequest.SerializeToString,
                 response_deserializer=tickwheel_dot_v1_dot_cluster__service__pb2.ClusterHealth.FromString,
                 _registered_method=True)
+        self.ResumeCluster = channel.unary_unary(
+                '/tickwheel.v1.ClusterService/ResumeCluster',
+                request_serializer=tickwheel_dot_v1_dot_cluster__service__pb2.ResumeClusterRequest.SerializeToString,
+                response_deserializer=tickwheel_dot_v1_dot_cluster__service__pb2.ResumeClusterResponse.FromString,
+                _registered_method=True)
 
 
 class ClusterServiceServicer:
@@ -98,6 +103,14 @@ class ClusterServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ResumeCluster(self, request, context):
+        """Accepts what stands in Postgres as the cluster's history, after a promotion or a restore that stopped all grants.
+        What was lost stays lost: read docs/runbook/postgres-restored.md first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ClusterServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -125,6 +138,11 @@ def add_ClusterServiceServicer_to_server(servicer, server):
                     servicer.GetClusterHealth,
                     request_deserializer=tickwheel_dot_v1_dot_cluster__service__pb2.GetClusterHealthRequest.FromString,
                     response_serializer=tickwheel_dot_v1_dot_cluster__service__pb2.ClusterHealth.SerializeToString,
+            ),
+            'ResumeCluster': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResumeCluster,
+                    request_deserializer=tickwheel_dot_v1_dot_cluster__service__pb2.ResumeClusterRequest.FromString,
+                    response_serializer=tickwheel_dot_v1_dot_cluster__service__pb2.ResumeClusterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -263,6 +281,33 @@ class ClusterService:
             '/tickwheel.v1.ClusterService/GetClusterHealth',
             tickwheel_dot_v1_dot_cluster__service__pb2.GetClusterHealthRequest.SerializeToString,
             tickwheel_dot_v1_dot_cluster__service__pb2.ClusterHealth.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResumeCluster(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tickwheel.v1.ClusterService/ResumeCluster',
+            tickwheel_dot_v1_dot_cluster__service__pb2.ResumeClusterRequest.SerializeToString,
+            tickwheel_dot_v1_dot_cluster__service__pb2.ResumeClusterResponse.FromString,
             options,
             channel_credentials,
             insecure,

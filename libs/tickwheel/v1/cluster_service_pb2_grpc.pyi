@@ -40,6 +40,10 @@ class ClusterServiceStub:
     WatchTimers: grpc.UnaryStreamMultiCallable[cluster_service_pb2.WatchTimersRequest, cluster_service_pb2.WatchTimersResponse]
     """The timers now, and again whenever they change."""
     GetClusterHealth: grpc.UnaryUnaryMultiCallable[cluster_service_pb2.GetClusterHealthRequest, cluster_service_pb2.ClusterHealth]
+    ResumeCluster: grpc.UnaryUnaryMultiCallable[cluster_service_pb2.ResumeClusterRequest, cluster_service_pb2.ResumeClusterResponse]
+    """Accepts what stands in Postgres as the cluster's history, after a promotion or a restore that stopped all grants.
+    What was lost stays lost: read docs/runbook/postgres-restored.md first.
+    """
 
 @typing.type_check_only
 class ClusterServiceAsyncStub(ClusterServiceStub):
@@ -53,6 +57,10 @@ class ClusterServiceAsyncStub(ClusterServiceStub):
     WatchTimers: aio.UnaryStreamMultiCallable[cluster_service_pb2.WatchTimersRequest, cluster_service_pb2.WatchTimersResponse]  # type: ignore[assignment]
     """The timers now, and again whenever they change."""
     GetClusterHealth: aio.UnaryUnaryMultiCallable[cluster_service_pb2.GetClusterHealthRequest, cluster_service_pb2.ClusterHealth]  # type: ignore[assignment]
+    ResumeCluster: aio.UnaryUnaryMultiCallable[cluster_service_pb2.ResumeClusterRequest, cluster_service_pb2.ResumeClusterResponse]  # type: ignore[assignment]
+    """Accepts what stands in Postgres as the cluster's history, after a promotion or a restore that stopped all grants.
+    What was lost stays lost: read docs/runbook/postgres-restored.md first.
+    """
 
 class ClusterServiceServicer(metaclass=abc_1.ABCMeta):
     """What the cluster is doing, for operators, and for workers that look for timers."""
@@ -93,5 +101,15 @@ class ClusterServiceServicer(metaclass=abc_1.ABCMeta):
         request: cluster_service_pb2.GetClusterHealthRequest,
         context: _ServicerContext,
     ) -> typing.Union[cluster_service_pb2.ClusterHealth, abc.Awaitable[cluster_service_pb2.ClusterHealth]]: ...
+
+    @abc_1.abstractmethod
+    def ResumeCluster(
+        self,
+        request: cluster_service_pb2.ResumeClusterRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[cluster_service_pb2.ResumeClusterResponse, abc.Awaitable[cluster_service_pb2.ResumeClusterResponse]]:
+        """Accepts what stands in Postgres as the cluster's history, after a promotion or a restore that stopped all grants.
+        What was lost stays lost: read docs/runbook/postgres-restored.md first.
+        """
 
 def add_ClusterServiceServicer_to_server(servicer: ClusterServiceServicer, server: typing.Union[grpc.Server, aio.Server]) -> None: ...

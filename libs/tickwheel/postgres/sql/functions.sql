@@ -356,3 +356,21 @@ BEGIN
            FOR UPDATE OF l SKIP LOCKED)
     UPDATE lease l SET progress = g.progress FROM g WHERE l.ctid = g.tid;
 END $$;
+
+
+-- Accepts this history as the cluster's (`tickwheel cluster resume`): every fence alone, then every epoch into the new
+-- incarnation, so that whoever owned a shard in an earlier one, and never noticed, is fenced (I4). One call, as a
+-- timer's writes are: a caller that freezes holds nothing. An incarnation that is not newer changes nothing, and gives
+-- NULL. The caller has set a lock_timeout.
+CREATE OR REPLACE FUNCTION tw_resume(p_incarnation integer, OUT at_us bigint)
+LANGUAGE plpgsql AS $$
+BEGIN
+    PERFORM pg_advisory_xact_lock(27767, s) FROM (SELECT shard_id AS s FROM shard ORDER BY shard_id) AS shards;
+    UPDATE cluster SET incarnation = p_incarnation WHERE incarnation < p_incarnation;
+    IF NOT FOUND THEN
+        RETURN;
+    END IF;
+    -- 25: EPOCH_TAKING_BITS of domain/shard.py.
+    UPDATE shard SET epoch = greatest(epoch, p_incarnation::bigint << 25);
+    SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint + c.clock_offset_us INTO at_us FROM cluster c;
+END $$;

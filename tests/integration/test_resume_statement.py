@@ -1,0 +1,100 @@
+"""The statement behind `tickwheel cluster resume`, against owners that hold epochs and fences."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import psycopg
+import pytest
+
+from tickwheel.domain.shard import first_epoch
+from tickwheel.errors import FailedPrecondition
+from tickwheel.ports import ClusterFacts
+from tickwheel.postgres import history
+from tickwheel.postgres.timer_store import CommitUnknown, Fence, TimerStore
+
+SHARDS = 16
+
+
+async def test_an_owner_that_never_noticed_is_fenced_in_every_shard(migrated_url: str) -> None:
+    store = TimerStore(migrated_url, "sleeper", 1)
+    try:
+        before = await store.probe()
+        epochs = await store.take(dict.fromkeys(range(SHARDS), 1), 1)
+        fence = Fence(np.arange(SHARDS, dtype=np.int16), np.array([epochs[s] for s in range(SHARDS)]))
+        assert await store.stamp(fence, 2) == []
+        number = history.next_incarnation(0, epochs, before)
+        assert await history.resume(migrated_url, number) > 0
+        assert sorted(await store.stamp(fence, 3)) == list(range(SHARDS))
+        again = await store.take(dict.fromkeys(range(SHARDS), 1), 4)
+        assert all(again[shard] > max(epochs[shard], first_epoch(number)) for shard in range(SHARDS))
+        found = await store.probe()
+        assert found.incarnation == number
+        assert found.wal_position > before.wal_position
+        assert found.system_identifier == before.system_identifier
+    finally:
+        await store.close()
+
+
+async def test_an_incarnation_is_taken_once(migrated_url: str) -> None:
+    async with await psycopg.AsyncConnection.connect(migrated_url) as connection:
+        found = await history.read_facts(connection)
+    number = history.next_incarnation(0, {}, found)
+    await history.resume(migrated_url, number)
+    for late in (number, number - 1):
+        with pytest.raises(FailedPrecondition):
+            await history.resume(migrated_url, late)
+
+
+async def test_whoever_sits_on_a_fence_does_not_hold_up_a_resume(migrated_url: str) -> None:
+    async with (
+        await psycopg.AsyncConnection.connect(migrated_url) as holder,
+        await psycopg.AsyncConnection.connect(migrated_url, autocommit=True) as reader,
+    ):
+        await holder.execute("SELECT pg_advisory_xact_lock_shared(27767, 3)")
+        number = history.next_incarnation(0, {}, await history.read_facts(reader))
+        async with asyncio.timeout(20):
+            await history.resume(migrated_url, number)
+        assert (await history.read_facts(reader)).incarnation == number
+        with pytest.raises(psycopg.OperationalError):
+            await holder.execute("SELECT 1")
+
+
+class _Refusing:
+    """A guard that finds every connection to be another Postgres."""
+
+    def __init__(self) -> None:
+        self.checked: list[ClusterFacts] = []
+
+    def admit(self) -> None:
+        pass
+
+    async def known(self) -> tuple[ClusterFacts | None, int]:
+        return ClusterFacts(1, 1, 1), 0
+
+    def check(self, known: tuple[ClusterFacts | None, int], found: ClusterFacts) -> None:
+        self.checked.append(found)
+        raise history.HistoryChanged(history.difference(*known, found))
+
+
+async def test_a_connection_that_is_refused_is_used_for_nothing(migrated_url: str) -> None:
+    store = TimerStore(migrated_url, "guarded", 1)
+    guard = _Refusing()
+    try:
+        store.watch(guard)
+        for _ in range(2):
+            with pytest.raises(history.HistoryChanged):
+                await store.take({0: 99}, 1)
+        assert len(guard.checked) == 2
+        with psycopg.connect(migrated_url) as connection:
+            row = connection.execute("SELECT count(*) FROM shard WHERE owner = 'guarded'").fetchone()
+            assert row == (0,)
+            found = connection.execute(
+                "SELECT count(*) FROM pg_stat_activity WHERE application_name LIKE 'guarded%'"
+            ).fetchone()
+            assert found == (0,), "a refused connection is closed"
+    except CommitUnknown as error:
+        pytest.fail(f"it was sent: {error}")
+    finally:
+        await store.close()
