@@ -66,7 +66,6 @@ async def serve(process: Process) -> None:
         transaction_timeout_ms=settings.api_transaction_timeout_ms,
         name="tickwheel coordinator",
     )
-    await database.open()
     process.on_stop(Phase.CLOSE, "postgres", database.close)
     found = await _cluster(database)
     clock = ClusterTime(database)
@@ -199,7 +198,7 @@ def _measure(process: Process, node: Node) -> None:
     )
     halted.set_function(lambda: float(bool(node.history.halted)))
     waiting = metrics.gauge("tickwheel_pool_waiting", "Callers that wait for a connection to Postgres.")
-    waiting.set_function(lambda: float(node.database.statistics().get("requests_waiting", 0)))
+    waiting.set_function(lambda: float(node.database.waiting_count))
 
 
 def main() -> None:

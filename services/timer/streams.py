@@ -484,7 +484,12 @@ class Streams:
                 continue
             if token is not None and token.hex == question.token:
                 continue  # The lease is there after all: a batch has just written it. It is said again.
-            known = question.fence in (run_fence, attempt_fence) or (not question.fence and run_fence)
+            if question.fence:
+                known = question.fence in (run_fence, attempt_fence)
+            else:
+                # A unary caller names no fence: its attempt is on record, or is the run's last and no
+                # longer live.
+                known = bool(attempt_fence) or (token is None and bool(run_fence))
             lapsed = attempt_state in (AttemptState.OUTCOME_UNKNOWN, AttemptState.TIMED_OUT)
             if known and not lapsed and state != 0:
                 self._answer_waiter(question.token, "recorded")

@@ -14,17 +14,16 @@ from __future__ import annotations
 
 import asyncio
 import random
-import select
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import psycopg
 import structlog
-from psycopg_pool import AsyncConnectionPool, PoolClosed, PoolTimeout, TooManyRequests
 
 from tickwheel.errors import StoreUnavailable
 from tickwheel.postgres import arrays, statements
+from tickwheel.postgres.pool import Pool
 
 log = structlog.get_logger(__name__)
 
@@ -34,8 +33,6 @@ T = TypeVar("T")
 ATTEMPTS_MAX = 3
 WAITING_MAX = 5_000
 """Callers that wait for a connection; more are told to come back."""
-_RECONNECT_TIMEOUT_S = 1.5
-"""Then the pool gives up for the moment, and the next caller makes it try again."""
 
 _COMMON = statements.load("common.sql")
 
@@ -48,10 +45,7 @@ class CommitUnknown(StoreUnavailable):
 
 
 class _RolledBack(Exception):
-    """Carries the result of a transaction that was only tried."""
-
-    def __init__(self, result: Any) -> None:
-        self.result = result
+    """Ends a transaction that was only tried."""
 
 
 class Database:
@@ -70,39 +64,42 @@ class Database:
         self.admit: Callable[[Connection], Awaitable[None]] | None = None
         """Given each new connection before its first use."""
         self._transaction_timeout_ms = transaction_timeout_ms
-        self._pool: AsyncConnectionPool[Connection] = AsyncConnectionPool(
-            url,
-            kwargs={
-                "autocommit": True,
-                "connect_timeout": max(1, connect_timeout_ms // 1_000),
-                "application_name": name,
-                "prepare_threshold": 2,
-                # A peer that vanished without a word is given up within seconds.
-                "keepalives_idle": 5,
-                "keepalives_interval": 2,
-                "keepalives_count": 3,
-                "tcp_user_timeout": 10_000,
-            },
-            min_size=1,
-            max_size=connections_max,
-            max_waiting=WAITING_MAX,
-            timeout=wait_timeout_ms / 1_000,
-            reconnect_timeout=_RECONNECT_TIMEOUT_S,
-            configure=self._configure,
-            check=check_idle,
-            open=False,
-            name=name,
+        self._url = url
+        self._parameters: dict[str, Any] = {
+            "autocommit": True,
+            "connect_timeout": max(1, connect_timeout_ms // 1_000),
+            "application_name": name,
+            "prepare_threshold": 2,
+            # A peer that vanished without a word is given up within seconds.
+            "keepalives_idle": 5,
+            "keepalives_interval": 2,
+            "keepalives_count": 3,
+            "tcp_user_timeout": 10_000,
+        }
+        self._pool = Pool(
+            self._connect,
+            connections_max=connections_max,
+            waiting_max=WAITING_MAX,
+            wait_timeout_ms=wait_timeout_ms,
         )
 
-    async def open(self) -> None:
-        """Starts the pool. It does not wait for Postgres: the first caller does."""
-        await self._pool.open(wait=False)
-
     async def close(self) -> None:
-        await self._pool.close(timeout=2.0)
+        """Whoever comes later is told that the pool is closed."""
+        await self._pool.close()
 
-    def statistics(self) -> Mapping[str, int]:
-        return self._pool.get_stats()
+    @property
+    def waiting_count(self) -> int:
+        """Callers that wait for a connection."""
+        return self._pool.waiting_count
+
+    async def _connect(self) -> Connection:
+        connection = await psycopg.AsyncConnection.connect(self._url, **self._parameters)
+        try:
+            await self._configure(connection)
+        except BaseException:
+            await connection.close()
+            raise
+        return connection
 
     async def _configure(self, connection: Connection) -> None:
         arrays.register(connection)
@@ -125,25 +122,19 @@ class Database:
         try:
             async with self._pool.connection() as connection:
                 yield connection
-        except (PoolTimeout, PoolClosed, TooManyRequests) as error:
-            raise StoreUnavailable("Postgres", str(error)) from error
         except (psycopg.OperationalError, psycopg.InterfaceError) as error:
             raise translate(error) from error
 
     async def read(self, work: Callable[[Connection], Awaitable[T]]) -> T:
         """Runs statements that change nothing, again on another connection where one broke."""
         for attempt in range(1, ATTEMPTS_MAX + 1):
-            broken: StoreUnavailable | None = None
-            try:
-                async with self._pool.connection() as connection:
-                    try:
-                        return await work(connection)
-                    except (psycopg.OperationalError, psycopg.InterfaceError) as error:
-                        if attempt == ATTEMPTS_MAX or not _is_broken(connection, error):
-                            raise translate(error) from error
-                        broken = translate(error)
-            except (PoolTimeout, PoolClosed, TooManyRequests) as error:
-                raise StoreUnavailable("Postgres", str(error)) from error
+            async with self._pool.connection() as connection:
+                try:
+                    return await work(connection)
+                except (psycopg.OperationalError, psycopg.InterfaceError) as error:
+                    if attempt == ATTEMPTS_MAX or not _is_broken(connection, error):
+                        raise translate(error) from error
+                    broken = translate(error)
             log.info("read_repeated", attempt=attempt, error=str(broken))
         raise AssertionError("the last attempt returns or raises")
 
@@ -170,27 +161,24 @@ class Database:
 
     async def _transact(self, work: Callable[[Connection], Awaitable[T]], try_only: bool) -> T:
         committing = False
-        try:
-            async with self._pool.connection() as connection:
-                try:
-                    async with connection.transaction():
-                        result = await work(connection)
-                        if try_only:
-                            raise _RolledBack(result)
-                        committing = True
-                except _RolledBack:
-                    return result
-                except (psycopg.errors.DeadlockDetected, psycopg.errors.SerializationFailure) as error:
-                    raise _Repeat(error) from error
-                except (psycopg.OperationalError, psycopg.InterfaceError) as error:
-                    if committing:
-                        raise CommitUnknown from error
-                    if _is_broken(connection, error):
-                        raise _Repeat(error) from error
-                    raise translate(error) from error
+        async with self._pool.connection() as connection:
+            try:
+                async with connection.transaction():
+                    result = await work(connection)
+                    if try_only:
+                        raise _RolledBack
+                    committing = True
+            except _RolledBack:
                 return result
-        except (PoolTimeout, PoolClosed, TooManyRequests) as error:
-            raise StoreUnavailable("Postgres", str(error)) from error
+            except (psycopg.errors.DeadlockDetected, psycopg.errors.SerializationFailure) as error:
+                raise _Repeat(error) from error
+            except (psycopg.OperationalError, psycopg.InterfaceError) as error:
+                if committing:
+                    raise CommitUnknown from error
+                if _is_broken(connection, error):
+                    raise _Repeat(error) from error
+                raise translate(error) from error
+            return result
 
     async def now_us(self) -> int:
         """The cluster clock, read in Postgres."""
@@ -211,16 +199,6 @@ async def cluster_now_us(connection: Connection) -> int:
     if row is None:
         raise StoreUnavailable("Postgres", "the database has no cluster yet: run `tickwheel migrate`")
     return int(row[0])
-
-
-async def check_idle(connection: Connection) -> None:
-    """Raises where the server has said goodbye while the connection was idle; asks the server nothing."""
-    poll = select.poll()
-    poll.register(connection.pgconn.socket, select.POLLIN | select.POLLHUP | select.POLLERR)
-    if poll.poll(0):
-        connection.pgconn.consume_input()
-        if connection.pgconn.status != psycopg.pq.ConnStatus.OK:
-            raise psycopg.OperationalError("the connection was closed while it was idle")
 
 
 def _is_broken(connection: Connection, error: psycopg.Error) -> bool:

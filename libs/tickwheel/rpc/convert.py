@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from google.protobuf import json_format
 from google.protobuf.duration_pb2 import Duration
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from tickwheel.domain import ids, job, trigger
@@ -656,7 +656,11 @@ def run_message(record: RunRecord, *, full: bool) -> run_pb2.Run:
     if full and record.result is not None:
         message.result.CopyFrom(payload_message(record.result))
     if record.progress:
-        message.progress.ParseFromString(record.progress)
+        try:
+            message.progress.ParseFromString(record.progress)
+        except DecodeError:
+            # What a worker said of itself does not hide the run.
+            message.ClearField("progress")
     if record.replayed_from is not None:
         message.replayed_from = ids.run_name(record.tenant, record.replayed_from)
     return message
