@@ -60,6 +60,8 @@ class Diary:
         def watched(streams: Streams, effects: Effects) -> None:
             for attempt in effects.start:
                 self.note(Event.GRANTED, attempt)
+            for attempt in effects.stop:
+                self.note(Event.STOPPED, attempt, result="its lease lapses")
             for attempt, why in effects.abandon:
                 self.note(Event.STOPPED, attempt, result=why)
             for attempt in effects.forget:

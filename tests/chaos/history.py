@@ -601,6 +601,15 @@ def lags_us(history: History, from_us: int = 0, until_us: int = FOREVER_US, atte
     )
 
 
+def grant_lags_us(history: History, from_us: int, until_us: int) -> list[int]:
+    """From due to leased, sorted; of occurrences that were due in [from_us, until_us) and stood in a wheel."""
+    return sorted(
+        row.lease_us - row.due_us
+        for row in history.rows
+        if row.schedule and row.attempt == 1 and row.lease_us and from_us <= row.due_us < until_us
+    )
+
+
 def percentile(ordered: Sequence[int], share: float) -> int:
     """The smallest value that is not below `share` (0 to 1) of them. Needs at least one."""
     return ordered[min(len(ordered) - 1, max(0, -(-int(share * 1000) * len(ordered) // 1000) - 1))]

@@ -93,3 +93,17 @@ def test_a_person_at_a_terminal_gets_text(output: io.StringIO) -> None:
     structlog.get_logger().info("shard_taken", shard=7)
     assert "shard_taken" in output.getvalue()
     assert "shard=7" in output.getvalue()
+
+
+def test_a_traceback_does_not_tell_what_the_variables_held(output: io.StringIO) -> None:
+    configure_logging("info", "json", file=output)
+
+    def connect(password: str) -> None:
+        raise OSError("refused")
+
+    try:
+        connect("geheim")
+    except OSError:
+        structlog.get_logger().exception("connect_failed")
+    assert "refused" in output.getvalue()
+    assert "geheim" not in output.getvalue().replace('connect("geheim")', "")

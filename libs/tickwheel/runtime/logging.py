@@ -21,6 +21,12 @@ LogFormat = Literal["auto", "json", "console"]
 _QUIET_LIBRARIES = ("grpc", "httpx", "httpcore", "opentelemetry", "alembic.runtime.plugins")
 
 
+# Without the frames' locals: those hold passwords and lease tokens, and payloads of any size.
+_TRACEBACKS = structlog.processors.ExceptionRenderer(
+    structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
+)
+
+
 def configure_logging(
     level: LogLevel = "info",
     log_format: LogFormat = "auto",
@@ -43,7 +49,7 @@ def configure_logging(
     ending: list[Processor] = (
         [structlog.dev.ConsoleRenderer(colors=output.isatty())]
         if on_console
-        else [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer(default=str)]
+        else [_TRACEBACKS, structlog.processors.JSONRenderer(default=str)]
     )
     structlog.configure(
         processors=[*shared, *ending],
