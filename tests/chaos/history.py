@@ -602,7 +602,8 @@ def lags_us(history: History, from_us: int = 0, until_us: int = FOREVER_US, atte
 
 
 def grant_lags_us(history: History, from_us: int, until_us: int) -> list[int]:
-    """From due to leased, sorted; of occurrences that were due in [from_us, until_us) and stood in a wheel."""
+    """From due to leased, sorted; of occurrences that were due in [from_us, until_us), so that stood in a
+    wheel."""
     return sorted(
         row.lease_us - row.due_us
         for row in history.rows
