@@ -20,6 +20,7 @@ import numpy as np
 import structlog
 
 from tickwheel.clock import mono_us
+from tickwheel.domain import job
 from tickwheel.domain.run import AttemptState
 from tickwheel.domain.shard import EPOCH_TAKING_BITS, GRANTS_PER_EPOCH_MAX, first_fence
 from tickwheel.domain.timer_rows import Bools, Int64s
@@ -42,6 +43,7 @@ RETRY_S: Final = 0.2
 PROOF_TIMEOUT_S: Final = 1.5
 PROOF_INTERVAL_S: Final = 1.0
 PROOF_GAP_S: Final = 0.05
+NO_TIMEOUT_MS: Final = 10 * 365 * 86_400_000
 
 
 class Ownership:
@@ -120,14 +122,11 @@ class Ownership:
                 self._retaking.difference_update(generations)
             taken = sorted(epochs)
             try:
-                self._adopt(await node.store.load_leases(taken), mono_us())
-            except TickwheelError:
-                # Owned without its leases, a shard would never end them.
+                await self._learn(taken, until_us)
+            except BaseException:
+                # Ours and not known: nobody would ever fire or expire what lies there. From the start again.
                 self.let_go(taken)
                 raise
-            for shard in taken:
-                loader.loaded_until_us.setdefault(shard, until_us)
-            await loader.load(taken, 0, node.clock.now_us() + SOON_US)
         finally:
             node.loading.difference_update(fresh)
         node.streams.shards_loaded(set(taken))
@@ -139,6 +138,17 @@ class Ownership:
             gap_ms=(mono_us() - warmed) // 1_000,
         )
         self._node.spawn(self._after_taking(taken, epochs, until_us))
+
+    async def _learn(self, taken: list[int], until_us: int) -> None:
+        """Reads what earlier owners may have written until the epochs rose: leases, and what is due soon."""
+        node = self._node
+        leases = await node.store.load_leases(taken)
+        learnt_us = mono_us()
+        await node.catalog.ensure_definitions([], np.unique(leases.template).tolist())
+        self._adopt(leases, learnt_us)
+        for shard in taken:
+            node.loader.loaded_until_us.setdefault(shard, until_us)
+        await node.loader.load(taken, 0, node.clock.now_us() + SOON_US)
 
     async def _after_taking(self, taken: list[int], epochs: dict[int, int], until_us: int) -> None:
         try:
@@ -222,11 +232,22 @@ class Ownership:
             )
         }
         columns["ttl_us"] = rows.lease_ms[which].astype(np.int64) * 1_000
-        # The template may not be here; the default bounds the rest, and an attempt that reports goes on.
-        columns["attempt_deadline_us"] = np.maximum(rows.lease_us[which] + 600_000_000, now_us)
+        timeouts_us = self._attempt_timeouts_us(columns["template"])
+        columns["attempt_deadline_us"] = np.maximum(columns["lease_us"] + timeouts_us, now_us)
         return self._node.leases.add(
             [t for t, keep in zip(tokens, which.tolist(), strict=True) if keep], columns
         )
+
+    def _attempt_timeouts_us(self, template_ids: Int64s) -> Int64s:
+        """How long an attempt of each template may take; a template that cannot be read has the default."""
+        templates = self._node.catalog.templates
+        distinct, inverse = np.unique(template_ids, return_inverse=True)
+        timeouts_ms = []
+        for key in distinct.tolist():
+            template = templates.get(key)
+            timeouts = template.timeouts if isinstance(template, job.JobTemplate) else job.Timeouts()
+            timeouts_ms.append(timeouts.attempt_ms_max or NO_TIMEOUT_MS)
+        return np.array(timeouts_ms, dtype=np.int64)[inverse] * 1_000
 
     # Taking again.
 
