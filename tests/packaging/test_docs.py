@@ -287,7 +287,8 @@ def test_every_page_of_docs_is_in_the_index() -> None:
     index = ROOT / "docs" / "README.md"
     linked = {(index.parent / target.partition("#")[0]).resolve() for target in LINK.findall(text_of(index))}
     pages = {page for page in PAGES if page.is_relative_to(index.parent) and page != index}
-    assert sorted(map(name_of, pages - linked)) == []
+    # Decisions are many, and listed by their folder.
+    assert sorted(name_of(page) for page in pages - linked if page.parent not in linked) == []
 
 
 def test_the_states_of_a_run_are_drawn_as_the_table_has_them() -> None:
