@@ -345,6 +345,31 @@ def test_a_run_of_one_seed_is_the_same_run_every_time_and_does_much() -> None:
     assert len(outcomes[0][0]) > 20
 
 
+def test_a_timer_that_does_not_answer_keeps_no_credit_from_one_that_does() -> None:
+    holdings = Holdings(Identity("w", capacity=100))
+    now_us = 1_000_000_000
+    for name in ("a", "b"):
+        session = holdings.open(name, now_us)
+        session.take_request(now_us)
+        response = pb.WorkResponse(sequence=1, clock_us=1)
+        response.welcome.lease_duration.FromMicroseconds(LEASE_US)
+        holdings.receive(name, response, now_us)
+        session.take_request(now_us)
+    holdings.tick(now_us + 200_000)
+    a, b = holdings.sessions["a"], holdings.sessions["b"]
+    assert (a.grant_limit, b.grant_limit) == (50, 50)
+    holdings.set_present(["a"])
+    now_us += 1_000_000
+    b.take_request(now_us)
+    holdings.receive("a", pb.WorkResponse(sequence=2, clock_us=1), now_us)
+    now_us += 600_000
+    holdings.tick(now_us)
+    assert (a.grant_limit, b.grant_limit) == (100, 0)
+    holdings.receive("b", pb.WorkResponse(sequence=2, clock_us=1), now_us)
+    holdings.tick(now_us + 200_000)
+    assert (a.grant_limit, b.grant_limit) == (50, 50)
+
+
 @pytest.mark.parametrize("seed", [random.Random().randrange(1 << 32) for _ in range(5)])
 def test_the_deal_gives_out_the_capacity_and_nobody_starves(seed: int) -> None:
     print(f"seed {seed}")

@@ -552,6 +552,22 @@ def test_a_silent_timer_is_doubted_after_half_an_interval_and_dead_after_a_lease
     assert not stream.session.is_doubtful(stream.now_us)
 
 
+def test_a_timer_that_is_not_listed_any_more_is_asked_at_once_and_doubted_soon() -> None:
+    stream = Stream().open()
+    stream.send(backlog_count=1)
+    stream.now_us += 1_000_000
+    assert not stream.session.has_request(stream.now_us)
+    stream.session.set_gone(True)
+    assert stream.take().heartbeat is not None
+    stream.now_us += module.GONE_SILENCE_US
+    assert not stream.session.is_doubtful(stream.now_us)
+    stream.now_us += 1
+    assert stream.session.is_doubtful(stream.now_us)
+    # It answers: the list was wrong, and nothing is announced.
+    stream.send(backlog_count=1)
+    assert not stream.session.is_doubtful(stream.now_us)
+
+
 def test_further_heartbeats_do_not_hide_how_long_a_timer_has_been_silent() -> None:
     stream = Stream().open()
     stream.send(backlog_count=1)

@@ -28,6 +28,9 @@ ANNOUNCE_INTERVAL_US = 500_000
 
 DEAL_INTERVAL_US = 100_000
 
+OPENING_CREDIT_US = 1_000_000
+"""For so long a stream that is being opened has its share of the capacity already."""
+
 _NEVER = 1 << 62
 
 
@@ -41,7 +44,6 @@ class Holdings:
         # Attempts that may have no live owner, or were announced to several timers: rare, so that the hot
         # path only asks whether this is empty.
         self._wandering: dict[LeaseToken, Attempt] = {}
-        self._gone: set[str] = set()
         self._announced_us: dict[str, int] = {}
         self._dealt_us = 0
         self._turn = 0
@@ -81,12 +83,11 @@ class Holdings:
         self._deal(now_us)
 
     def set_present(self, keys: Iterable[str]) -> None:
-        """The timers that the coordinators know now. A stream to any other is good until it breaks, but what
-        it holds is announced elsewhere too."""
-        gone = set(self.sessions) - set(keys)
-        if gone - self._gone:
-            self._announce_at_once()
-        self._gone = gone
+        """The timers that the coordinators know now. A stream to any other is good until it breaks or falls
+        silent; that is looked at at once."""
+        present = set(keys)
+        for key, session in self.sessions.items():
+            session.set_gone(key not in present)
 
     # Events.
 
@@ -195,15 +196,12 @@ class Holdings:
 
     def _is_homeless(self, attempt: Attempt, now_us: int) -> bool:
         owner = attempt.owner
-        return owner is None or owner.is_doubtful(now_us) or self._session_is_gone(owner)
-
-    def _session_is_gone(self, owner: Session) -> bool:
-        return any(self.sessions.get(key) is owner for key in self._gone)
+        return owner is None or owner.is_doubtful(now_us)
 
     def _gather(self, now_us: int) -> None:
         """What a silent or vanished timer owns may be another's by now; what was taken over is not."""
-        for key, session in self.sessions.items():
-            if session.held and (key in self._gone or session.is_doubtful(now_us)):
+        for session in self.sessions.values():
+            if session.held and session.is_doubtful(now_us):
                 for attempt in session.held.values():
                     if attempt.owner is session:
                         self._wandering.setdefault(attempt.token, attempt)
@@ -239,15 +237,22 @@ class Holdings:
 
     def _deal(self, now_us: int) -> None:
         self._dealt_us = now_us
-        sessions = [s for s in self.sessions.values() if s.state in (State.OPENING, State.OPEN)]
+        sessions = [s for s in self.sessions.values() if self._takes_credit(s, now_us)]
         elsewhere_count = self.homeless_count
         for session in self.sessions.values():
-            if session.state in (State.LEAVING, State.DRAINING):
+            if session not in sessions:
+                session.set_share(0)
                 elsewhere_count += len(session.held)
         demands = [Demand(len(session.held), session.backlog_count(now_us)) for session in sessions]
         shares = deal(self.identity.capacity - elsewhere_count, demands, self._turn)
         for session, share in zip(sessions, shares, strict=True):
             session.set_share(share)
+
+    def _takes_credit(self, session: Session, now_us: int) -> bool:
+        """A timer that does not answer must not keep half of the capacity from those that do."""
+        if session.state is State.OPENING:
+            return now_us - session.opened_us <= OPENING_CREDIT_US
+        return session.state is State.OPEN and not session.is_doubtful(now_us)
 
     # What others ask.
 

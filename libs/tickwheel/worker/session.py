@@ -57,6 +57,9 @@ MESSAGE_BYTES_MIN = 64 << 10
 OPENING_US_MAX = 5_000_000
 """A timer that has not said Welcome by then is taken for frozen."""
 
+GONE_SILENCE_US = 500_000
+"""How long a timer that is not listed any more may leave a heartbeat unanswered, until it is doubted."""
+
 PROGRESS_INTERVAL_US = 1_000_000
 """Progress makes a heartbeat come early, but not more often than this."""
 
@@ -227,6 +230,7 @@ class Session:
         self.identity = identity
         self.state = State.OPENING
         self.opened_us = now_us
+        self.is_gone = False
         self.timer_id = ""
         self._backlog_count = 0
         self._backlog_us = now_us
@@ -303,13 +307,23 @@ class Session:
 
     def is_doubtful(self, now_us: int) -> bool:
         """The timer may be dead or frozen: what it granted is announced to others as well."""
-        return self.silent_us(now_us) > self.heartbeat_us // 2
+        limit_us = GONE_SILENCE_US if self.is_gone else self.heartbeat_us // 2
+        return self.silent_us(now_us) > limit_us
 
     def is_dead(self, now_us: int) -> bool:
         """It has been silent for too long: end the stream."""
         if self.state is State.OPENING:
             return self.silent_us(now_us) > OPENING_US_MAX
         return self.silent_us(now_us) > self.lease_us
+
+    def set_gone(self, is_gone: bool) -> None:
+        """Whether the coordinators list the timer no more. It is asked at once, and has less time to answer.
+        It is not given up at once: the list may be wrong, when etcd is away, and to announce everything to
+        everybody is not cheap.
+        """
+        if is_gone and not self.is_gone:
+            self._heartbeat_due_us = 0
+        self.is_gone = is_gone
 
     # What comes in.
 
