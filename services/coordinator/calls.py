@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
-import re
 from typing import Any, TypeVar
 
 import grpc
@@ -15,6 +14,7 @@ from google.protobuf.message import Message
 from tickwheel.errors import FieldInvalid, PageTokenMismatch
 from tickwheel.postgres.requests import Call
 from tickwheel.rpc import convert
+from tickwheel.runtime.telemetry import current_traceparent
 
 M = TypeVar("M", bound=Message)
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -22,7 +22,6 @@ Context = grpc.aio.ServicerContext[Any, Any]
 ANONYMOUS = "anonymous"
 """Who calls where nobody is asked for a key."""
 PAGE_SIZE_DEFAULT = 50
-_TRACEPARENT = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 def call_of(context: Context, tenant_id: int, method: str, request: Any) -> Call:
@@ -51,12 +50,9 @@ def _hash_without_request_id(request: Any) -> bytes:
     return hashlib.sha256(bare.SerializeToString(deterministic=True)).digest()
 
 
-def traceparent_of(context: Context) -> str | None:
-    """The caller's trace, as W3C says it, or None."""
-    for key, value in context.invocation_metadata() or ():
-        if key == "traceparent" and isinstance(value, str) and _TRACEPARENT.fullmatch(value):
-            return value
-    return None
+def traceparent_of(_context: Context) -> str | None:
+    """The trace that what is made here belongs to: this call's, which goes on with the caller's."""
+    return current_traceparent() or None
 
 
 def page_size(asked: int, most: int) -> int:

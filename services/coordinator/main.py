@@ -9,6 +9,7 @@ import sys
 
 import structlog
 
+from tickwheel.clock import ClusterClock, mono_us
 from tickwheel.errors import StoreUnavailable
 from tickwheel.etcd.client import EtcdClient, EtcdSettings
 from tickwheel.etcd.election import EtcdElection
@@ -22,7 +23,6 @@ from tickwheel.rpc.server import RpcServer
 from tickwheel.runtime.config import ConfigurationInvalid, CoordinatorSettings, load_settings
 from tickwheel.runtime.process import EXIT_CANNOT_START, Phase, Process, run_process
 from tickwheel.services.coordinator.cluster_service import ClusterService
-from tickwheel.services.coordinator.cluster_time import ClusterTime
 from tickwheel.services.coordinator.dead_letter_service import DeadLetterService
 from tickwheel.services.coordinator.history import HistoryKeeper
 from tickwheel.services.coordinator.leader import maintain_partitions, resume_paused
@@ -51,8 +51,16 @@ from tickwheel.v1 import (
 log = structlog.get_logger(__name__)
 
 START_RETRY_MS = 500
+CLOCK_INTERVAL_MS = 5_000
 CALL_DEADLINE_MS_MAX = 310_000
 """WaitRun may take five minutes; nothing takes longer."""
+
+
+class Clock(ClusterClock):
+    """As the reconciler wants it: both kinds of time from one object."""
+
+    def mono_us(self) -> int:
+        return mono_us()
 
 
 async def serve(process: Process) -> None:
@@ -68,8 +76,8 @@ async def serve(process: Process) -> None:
     )
     process.on_stop(Phase.CLOSE, "postgres", database.close)
     found = await _cluster(database)
-    clock = ClusterTime(database)
-    await clock.sample()
+    clock = Clock()
+    await clock.sample(database.now_us)
 
     client = EtcdClient(etcd_settings(settings))
     process.on_stop(Phase.CLOSE, "etcd", client.close)
@@ -114,7 +122,7 @@ async def serve(process: Process) -> None:
         lambda: database.read(cluster.generations),
     )
     for name, work in (
-        ("clock", clock.run()),
+        ("clock", clock.run(database.now_us, CLOCK_INTERVAL_MS)),
         ("lease", lease.run()),
         ("election", election.run()),
         ("reconciler", reconciler.run()),

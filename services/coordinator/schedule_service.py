@@ -12,7 +12,7 @@ import structlog
 from google.protobuf import field_mask_pb2
 from google.protobuf.message import Message
 
-from tickwheel.domain import ids
+from tickwheel.domain import describe, ids
 from tickwheel.domain.decision import DecisionReason
 from tickwheel.domain.job import content_id, encode_template
 from tickwheel.domain.record import NewRun, RunRecord
@@ -29,7 +29,7 @@ from tickwheel.domain.schedule import (
     state_after,
 )
 from tickwheel.domain.trigger import NEVER_US, CompiledTrigger, canonical_bytes, trigger_id
-from tickwheel.domain.zone import zone
+from tickwheel.domain.zone import tzdata_version
 from tickwheel.errors import (
     EtagMismatch,
     FieldInvalid,
@@ -151,10 +151,20 @@ class ScheduleService(schedule_service_pb2_grpc.ScheduleServiceServicer):
         _, compiled = convert.trigger_set(
             request.triggers, request.exclusions, path="", name=None, default_anchor_us=after_us
         )
-        response = schedule_service_pb2.PreviewTriggerResponse()
-        for schedule_us in compiled.between(after_us, NEVER_US, request.count or PREVIEW_COUNT_DEFAULT):
-            response.occurrences.append(_occurrence(compiled, ids.NO_UUID, schedule_us))
-        return response
+        found = describe.preview(compiled, after_us, request.count or PREVIEW_COUNT_DEFAULT)
+        return schedule_service_pb2.PreviewTriggerResponse(
+            occurrences=[
+                schedule_pb2.Occurrence(
+                    schedule_time=convert.timestamp(each.schedule_time_us),
+                    due_time=convert.timestamp(each.schedule_time_us),
+                    utc_offset=each.utc_offset,
+                    adjustment=each.adjustment,
+                )
+                for each in found.occurrences
+            ],
+            description=found.description,
+            warnings=found.warnings,
+        )
 
     # --- Create, update, delete ---------------------------------------------------------------------------
 
@@ -649,6 +659,7 @@ class ScheduleService(schedule_service_pb2_grpc.ScheduleServiceServicer):
         record = stored.record
         message = convert.schedule_message(record)
         status = message.status
+        status.tzdata_version = tzdata_version()
         if record.timer is not None and record.timer.decided_us > record.create_us:
             status.last_schedule_time.CopyFrom(convert.timestamp(record.timer.decided_us))
         try:
@@ -693,20 +704,13 @@ def _countdown(stored: Stored, spec: ScheduleSpec) -> int:
 
 
 def _occurrence(compiled: CompiledTrigger, uid: bytes, schedule_us: int) -> schedule_pb2.Occurrence:
-    due_us = schedule_us + jitter_us(compiled, uid, schedule_us)
-    in_zone = zone(compiled.trigger_set.triggers[0].time_zone)
+    seen = describe.occurrence(compiled, schedule_us)
     return schedule_pb2.Occurrence(
         schedule_time=convert.timestamp(schedule_us),
-        due_time=convert.timestamp(due_us),
-        utc_offset=_offset_text(in_zone.offset_at(schedule_us // 1_000_000)),
+        due_time=convert.timestamp(schedule_us + jitter_us(compiled, uid, schedule_us)),
+        utc_offset=seen.utc_offset,
+        adjustment=seen.adjustment,
     )
-
-
-def _offset_text(offset_s: int) -> str:
-    sign = "-" if offset_s < 0 else "+"
-    minutes, seconds = divmod(abs(offset_s), 60)
-    text = f"{sign}{minutes // 60:02}:{minutes % 60:02}"
-    return f"{text}:{seconds:02}" if seconds else text
 
 
 def _mask_paths(request: schedule_service_pb2.UpdateScheduleRequest) -> list[str]:

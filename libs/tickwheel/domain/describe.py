@@ -53,7 +53,7 @@ class Preview:
 def preview(trigger: CompiledTrigger, after_us: int, count: int) -> Preview:
     """The next ``count`` occurrences, with what is worth knowing about them."""
     found_us = trigger.between(after_us, NEVER_US, min(count, PREVIEW_COUNT_MAX))
-    occurrences = tuple(_occurrence(trigger, instant_us) for instant_us in found_us)
+    occurrences = tuple(occurrence(trigger, instant_us) for instant_us in found_us)
     warnings = clock_change_warnings(trigger, after_us, found_us[-1]) if found_us else ()
     return Preview(describe(trigger.trigger_set), occurrences, tuple(warnings))
 
@@ -117,7 +117,7 @@ def _zoned(source: Source) -> ZonedSource | None:
     return inner if isinstance(inner, ZonedSource) else None
 
 
-def _occurrence(trigger: CompiledTrigger, instant_us: int) -> PreviewedOccurrence:
+def occurrence(trigger: CompiledTrigger, instant_us: int) -> PreviewedOccurrence:
     """Seen from the first trigger that names it."""
     for source, member in zip(trigger.sources, trigger.trigger_set.triggers, strict=True):
         if source.next_after(instant_us - 1) == instant_us:

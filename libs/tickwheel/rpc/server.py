@@ -15,12 +15,17 @@ from grpc_channelz.v1 import channelz
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import _async as reflection_aio
 from grpc_reflection.v1alpha import reflection_pb2
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from tickwheel.errors import NodeDraining, TickwheelError, Unavailable
 from tickwheel.rpc.channel import MESSAGE_BYTES_MAX
 from tickwheel.rpc.status import abort
 
 log = structlog.get_logger(__name__)
+_tracer = trace.get_tracer("tickwheel.rpc")
+_propagator = TraceContextTextMapPropagator()
 
 REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
 REFLECTION_V1ALPHA = "grpc.reflection.v1alpha.ServerReflection"
@@ -164,7 +169,20 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     def _answer(
         self, method: str, behaviour: Callable[[Any, Any], Awaitable[Any]]
     ) -> Callable[[Any, Any], Any]:
+        name = method.removeprefix("/")
+
         async def answer(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            # A refusal is an answer, not a fault of this process: only a bug marks the span.
+            with _tracer.start_as_current_span(
+                name,
+                context=_caller(context),
+                kind=trace.SpanKind.SERVER,
+                record_exception=False,
+                set_status_on_exception=False,
+            ):
+                return await bounded(request, context)
+
+        async def bounded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
             left_s = context.time_remaining()
             if left_s is not None and left_s < self._deadline_s_max:
                 return await _guarded(method, behaviour(request, context), context)
@@ -194,6 +212,14 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         return stream
 
 
+def _caller(context: grpc.aio.ServicerContext[Any, Any]) -> Context:
+    """The caller's trace, or none."""
+    for key, value in context.invocation_metadata() or ():
+        if key == "traceparent" and isinstance(value, str):
+            return _propagator.extract({"traceparent": value}, Context())
+    return Context()
+
+
 async def _guarded(method: str, answer: Awaitable[Any], context: grpc.aio.ServicerContext[Any, Any]) -> Any:
     try:
         return await answer
@@ -213,4 +239,7 @@ async def _end(method: str, error: Exception, context: grpc.aio.ServicerContext[
         # A call that was forwarded: its status and details go on as they are.
         await context.abort(error.code(), error.details() or "", tuple(error.trailing_metadata() or ()))
     log.error("rpc_failed", method=method, error=repr(error), exc_info=error)
+    span = trace.get_current_span()
+    span.record_exception(error)
+    span.set_status(trace.StatusCode.ERROR)
     await abort(context, TickwheelError("an internal error; the server's log tells more"))
