@@ -20,6 +20,7 @@ from tickwheel.clock import ClusterClock, mono_us
 from tickwheel.domain import flags as bits
 from tickwheel.domain import job
 from tickwheel.domain.ids import run_name
+from tickwheel.domain.lease import LEASE_LAPSED
 from tickwheel.domain.misfire import MisfirePolicy, MisfireRules
 from tickwheel.domain.run import AttemptState, RunState
 from tickwheel.domain.timer_rows import KIND_SCHEDULE, Int16s, Int64s, TimerRows, Uint64s
@@ -448,7 +449,7 @@ class TimerNode:
             self.end_owned(
                 slots[lapsed],
                 AttemptState.OUTCOME_UNKNOWN,
-                job.Failure(type="LeaseLapsed", message="the worker did not renew its lease in time"),
+                job.Failure(type=LEASE_LAPSED, message="the worker did not renew its lease in time"),
             )
         if late.any():
             self.end_owned(

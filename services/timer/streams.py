@@ -16,7 +16,7 @@ import structlog
 from tickwheel.clock import mono_us
 from tickwheel.domain import job
 from tickwheel.domain.ids import parse_run_id, run_shard
-from tickwheel.domain.lease import token_number
+from tickwheel.domain.lease import LEASE_LAPSED, token_number
 from tickwheel.domain.run import AttemptState
 from tickwheel.domain.timer_rows import Int64s
 from tickwheel.errors import FieldInvalid, TickwheelError
@@ -406,7 +406,10 @@ class Streams:
         which = outcome.WhichOneof("result")
         slots = np.array([slot], dtype=np.int64)
         if which == "failure":
-            self._node.end(slots, Ended(slots, AttemptState.FAILED, failures=[failure_of(outcome.failure)]))
+            failure = failure_of(outcome.failure)
+            lapsed = failure.type == LEASE_LAPSED
+            state = AttemptState.OUTCOME_UNKNOWN if lapsed else AttemptState.FAILED
+            self._node.end(slots, Ended(slots, state, failures=[failure]))
         elif which == "cancelled":
             self._node.end(slots, Ended(slots, AttemptState.CANCELLED))
         elif which == "release":

@@ -190,6 +190,26 @@ async def test_a_cancel_reaches_the_handler(cluster: Cluster, client: Client) ->
     assert reasons == ["not wanted"]
 
 
+class LeaseLapsed(Exception):
+    """Named as what the SDK reports for an attempt that it stopped at its deadline."""
+
+
+async def test_what_was_stopped_because_its_lease_lapsed_is_an_unknown_outcome(
+    cluster: Cluster, client: Client
+) -> None:
+    async def stopped(ctx: Context) -> None:
+        raise LeaseLapsed
+
+    template = quick("stopped")
+    template.on_unknown_outcome = job_pb2.UNKNOWN_OUTCOME_POLICY_HOLD
+    async with working(cluster, stopped=stopped) as worker:
+        run = await client.runs.create(template=template)
+        await until(lambda: worker.stream_stats.recorded == 1, "its end is recorded")
+        held = await client.runs.get(run.name)
+    assert held.state == State.STATE_HELD
+    assert held.last_failure.type == "LeaseLapsed"
+
+
 async def test_a_worker_that_stops_hands_back_what_it_cannot_finish_and_no_attempt_is_spent(
     cluster: Cluster, client: Client
 ) -> None:

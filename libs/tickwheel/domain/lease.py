@@ -27,6 +27,11 @@ TimerMonoUs = NewType("TimerMonoUs", int)
 """An instant on one timer's monotonic clock. To a worker, only the difference of two of them means
 something."""
 
+LEASE_LAPSED = "LeaseLapsed"
+"""The type of the failure that ends an attempt whose lease was not renewed in time, whoever noticed first:
+its owner, when the deadline passed, or its worker, which stopped it a margin earlier. Nobody knows how far
+the work had come: it is an unknown outcome either way."""
+
 _TOKEN_DIGITS = 16
 _MASK_64 = (1 << 64) - 1
 

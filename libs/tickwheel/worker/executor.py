@@ -30,6 +30,7 @@ from opentelemetry import trace
 from opentelemetry.context import Context as TraceContext
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from tickwheel.domain.lease import LEASE_LAPSED
 from tickwheel.worker.attempt import Attempt, Failed, Outcome, Progress, Released, Stopped
 from tickwheel.worker.context import Cancelled, Context, SyncContext
 from tickwheel.worker.handlers import Handler, Handlers, Release, outcome_of_error, outcome_of_result
@@ -41,9 +42,6 @@ FLUSH_DELAY_S = 0.002
 
 OVERFLOW_S = 1.0
 """How long a grant beyond the capacity waits for a place."""
-
-LEASE_LAPSED = "LeaseLapsed"
-"""The type of the failure of an attempt that was stopped because its lease lapsed."""
 
 THREADS_MAX = 64
 
