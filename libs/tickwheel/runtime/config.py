@@ -275,7 +275,7 @@ class WorkerSettings(CommonSettings):
     """The pool that this worker belongs to."""
     handlers_module: str = ""
     """Imported at the start; registers handlers. Unset: built-in kinds only."""
-    capacity: int = Field(100, ge=1, le=100_000)
+    capacity: int = Field(100, ge=1, le=20_000)
     """Attempts that run at once, at most."""
     threads: int = Field(16, ge=1, le=1_000)
     """Threads for handlers that are not async."""
