@@ -84,6 +84,7 @@ proto: setup
 docs: setup
 	@mkdir -p docs/reference
 	$(BIN)/python -c 'from tickwheel.runtime.config import settings_reference as r; print(r(), end="")' > docs/reference/settings.md
+	$(BIN)/python docs/draw_states.py
 
 # What `make lint` compares the contract with. Made anew with each release, never to make a complaint go away.
 proto-baseline: setup
