@@ -270,6 +270,35 @@ def test_every_path_that_is_named_exists(page: Path) -> None:
     assert [reference for reference in named if not is_named_rightly(reference)] == []
 
 
+IDENTIFIER = re.compile(r"(?:TICKWHEEL_)?[A-Za-z][A-Za-z0-9]*(?:_[A-Za-z0-9]+)+")
+
+
+@pytest.fixture(scope="module")
+def words_of_the_sources() -> frozenset[str]:
+    """Every identifier of the code, the contract and the statements, in capitals."""
+    files = (
+        path
+        for folder in SOURCE_FOLDERS
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in {".py", ".pyi", ".sql", ".proto"}
+    )
+    return frozenset(
+        word.upper() for path in files for word in re.findall(r"\w+", path.read_text(encoding="utf-8"))
+    )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_field_setting_metric_and_event_that_is_named_exists(
+    page: Path, words_of_the_sources: frozenset[str]
+) -> None:
+    """In running text: names with an underscore, between backticks."""
+    code = [text for text in CODE.findall(text_of(page)) if not SOURCE_PATH.fullmatch(text)]
+    named = {word.upper() for text in code for word in IDENTIFIER.findall(text)}
+    theirs = {word for word in named if word.startswith(("MY_", "NNNN_"))} | {"XACT_START"}
+    known = words_of_the_sources | {f"TICKWHEEL_{word}" for word in words_of_the_sources}
+    assert sorted(named - theirs - known) == []
+
+
 FORBIDDEN = re.compile(
     r"pypi\.org|pythonhosted\.org|registry\.npmjs|crates\.io|proxy\.golang|docker\.io|ghcr\.io|quay\.io"
     r"|(?<![\w.-])/(?:work|root|home|Users)/",
