@@ -377,6 +377,26 @@ def _preview_trigger(
     return Call("schedules", "PreviewTrigger", request, _itself)
 
 
+def _list_upcoming(
+    tenant: str,
+    schedule: str,
+    *,
+    count: int = 10,
+    after: datetime | None = None,
+    until: datetime | None = None,
+    show_excluded: bool = False,
+) -> Call[schedule_service_pb2.ListUpcomingOccurrencesResponse]:
+    """The next occurrences of a schedule, as its owner will compute them: 1,000 at most."""
+    request = schedule_service_pb2.ListUpcomingOccurrencesRequest(
+        name=schedule_path(tenant, schedule),
+        page_size=count,
+        after_time=None if after is None else timestamp_message(after),
+        until_time=None if until is None else timestamp_message(until),
+        show_excluded=show_excluded,
+    )
+    return Call("schedules", "ListUpcomingOccurrences", request, _itself)
+
+
 def make_run(
     kind: str = "",
     *,
@@ -633,6 +653,7 @@ class AsyncSchedules(_AsyncPart):
     run = _async(_run_schedule)
     delete = _async(_delete_schedule)
     preview = _async(_preview_trigger)
+    upcoming = _async(_list_upcoming)
 
     def list(
         self, filter: str = "", *, show_deleted: bool = False, full: bool = False
@@ -806,6 +827,7 @@ class BlockingSchedules(_BlockingPart):
     run = _blocking(_run_schedule)
     delete = _blocking(_delete_schedule)
     preview = _blocking(_preview_trigger)
+    upcoming = _blocking(_list_upcoming)
 
     def list(
         self, filter: str = "", *, show_deleted: bool = False, full: bool = False

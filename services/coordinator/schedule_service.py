@@ -13,6 +13,7 @@ from google.protobuf import field_mask_pb2
 from google.protobuf.message import Message
 
 from tickwheel.domain import describe, ids
+from tickwheel.domain import upcoming as upcoming_occurrences
 from tickwheel.domain.decision import DecisionReason
 from tickwheel.domain.job import content_id, encode_template
 from tickwheel.domain.record import NewRun, RunRecord
@@ -41,7 +42,7 @@ from tickwheel.errors import (
 )
 from tickwheel.postgres import requests, runs, schedules
 from tickwheel.postgres.catalog import Tenant
-from tickwheel.postgres.connections import Connection
+from tickwheel.postgres.connections import Connection, cluster_now_us
 from tickwheel.postgres.requests import Done
 from tickwheel.postgres.schedules import Stored
 from tickwheel.rpc import convert
@@ -62,6 +63,7 @@ log = structlog.get_logger(__name__)
 NEXT_OCCURRENCES_MAX = 10
 PREVIEW_COUNT_DEFAULT = 10
 PREVIEW_COUNT_MAX = 1_000
+UPCOMING_COUNT_MAX = 1_000
 ROWS_PER_TURN = 20
 """Schedules written to an answer between two turns of the event loop."""
 PAUSE_CANCEL_GRACE_US = 30_000_000
@@ -151,20 +153,79 @@ class ScheduleService(schedule_service_pb2_grpc.ScheduleServiceServicer):
         _, compiled = convert.trigger_set(
             request.triggers, request.exclusions, path="", name=None, default_anchor_us=after_us
         )
-        found = describe.preview(compiled, after_us, request.count or PREVIEW_COUNT_DEFAULT)
+        seen = describe.preview(compiled, after_us, request.count or PREVIEW_COUNT_DEFAULT)
         return schedule_service_pb2.PreviewTriggerResponse(
             occurrences=[
-                schedule_pb2.Occurrence(
-                    schedule_time=convert.timestamp(each.schedule_time_us),
-                    due_time=convert.timestamp(each.schedule_time_us),
-                    utc_offset=each.utc_offset,
-                    adjustment=each.adjustment,
-                )
-                for each in found.occurrences
+                convert.occurrence_message(each, each.schedule_time_us) for each in seen.occurrences
             ],
-            description=found.description,
-            warnings=found.warnings,
+            description=seen.description,
+            warnings=seen.warnings,
         )
+
+    async def ListUpcomingOccurrences(
+        self, request: schedule_service_pb2.ListUpcomingOccurrencesRequest, context: Context
+    ) -> schedule_service_pb2.ListUpcomingOccurrencesResponse:
+        tenant_name, name = convert.schedule_of(request.name)
+        size = page_size(request.page_size, UPCOMING_COUNT_MAX)
+        bounds = [request.after_time.ToJsonString(), request.until_time.ToJsonString()]
+        tokens = PageTokens("ListUpcomingOccurrences", request.name, *bounds, request.show_excluded)
+        cursor = tokens.read(request.page_token)
+        after_us = (
+            convert.time_us(request.after_time, "after_time") if request.HasField("after_time") else None
+        )
+        until_us = NEVER_US
+        if request.HasField("until_time"):
+            until_us = convert.time_us(request.until_time, "until_time") - 1
+        tenant = await self._node.catalog.tenant(tenant_name)
+
+        async def ask(connection: Connection) -> tuple[Stored | None, int]:
+            found = await schedules.find(connection, tenant.tenant_id, tenant.name, name, full=False)
+            return found, await cluster_now_us(connection)
+
+        found, now_us = await self._node.database.read(ask)
+        if found is None:
+            raise NotFound(request.name)
+        record = found.record
+        compiled = self._node.catalog.compiled(record.trigger_id, found.trigger_body)
+        left_count = record.countdown
+        if cursor is not None:
+            after_us, left_count = cursor[0], int.from_bytes(cursor[1], "big", signed=True)
+        elif after_us is None:
+            is_due = record.timer is not None and record.timer.schedule_us != NEVER_US
+            after_us = record.timer.schedule_us - 1 if record.timer is not None and is_due else now_us
+        else:
+            # From an instant of the caller's choice it is not known how many will have run by then.
+            left_count = -1
+        upcoming = compiled.between(after_us, until_us, size)
+        if left_count >= 0:
+            upcoming = upcoming[:left_count]
+        page: list[tuple[int, upcoming_occurrences.ExcludedOccurrence | None]] = [
+            (schedule_us, None) for schedule_us in upcoming
+        ]
+        if request.show_excluded:
+            last_us = upcoming[-1] if upcoming and len(upcoming) in (size, left_count) else until_us
+            left_out = upcoming_occurrences.excluded(compiled, after_us, last_us, size)
+            page += [(each.schedule_time_us, each) for each in left_out]
+            page = sorted(page, key=lambda item: item[0])[:size]
+        response = schedule_service_pb2.ListUpcomingOccurrencesResponse(
+            description=describe.describe(compiled.trigger_set)
+        )
+        for index, (schedule_us, missing) in enumerate(page):
+            if index % ROWS_PER_TURN == ROWS_PER_TURN - 1:
+                await asyncio.sleep(0)
+            response.occurrences.append(
+                _occurrence(compiled, record.uid, schedule_us)
+                if missing is None
+                else convert.excluded_message(missing, f"the date {missing.day} is excluded")
+            )
+        if page:
+            response.warnings.extend(describe.clock_change_warnings(compiled, after_us, page[-1][0]))
+        if left_count >= 0:
+            left_count -= sum(missing is None for _, missing in page)
+        if len(page) == size and left_count:
+            key = left_count.to_bytes(8, "big", signed=True)
+            response.next_page_token = tokens.write((page[-1][0], key))
+        return response
 
     # --- Create, update, delete ---------------------------------------------------------------------------
 
@@ -704,13 +765,8 @@ def _countdown(stored: Stored, spec: ScheduleSpec) -> int:
 
 
 def _occurrence(compiled: CompiledTrigger, uid: bytes, schedule_us: int) -> schedule_pb2.Occurrence:
-    seen = describe.occurrence(compiled, schedule_us)
-    return schedule_pb2.Occurrence(
-        schedule_time=convert.timestamp(schedule_us),
-        due_time=convert.timestamp(schedule_us + jitter_us(compiled, uid, schedule_us)),
-        utc_offset=seen.utc_offset,
-        adjustment=seen.adjustment,
-    )
+    due_us = schedule_us + jitter_us(compiled, uid, schedule_us)
+    return convert.occurrence_message(describe.occurrence(compiled, schedule_us), due_us)
 
 
 def _mask_paths(request: schedule_service_pb2.UpdateScheduleRequest) -> list[str]:

@@ -104,6 +104,49 @@ def get(
         _show(client.schedules.get(name), as_json)
 
 
+@app.command("upcoming")
+def upcoming(
+    name: Name,
+    count: Annotated[int, typer.Option("--count", min=1, max=1_000)] = 10,
+    after: Annotated[str | None, typer.Option("--after", help="Only later ones, RFC 3339.")] = None,
+    until: Annotated[str | None, typer.Option("--until", help="Only earlier ones, RFC 3339.")] = None,
+    excluded: Annotated[
+        bool, typer.Option("--excluded", help="Also those that a date or a calendar leaves out.")
+    ] = False,
+    address: Address = DEFAULT_ADDRESS,
+    tenant: Tenant = DEFAULT_TENANT,
+    as_json: AsJson = False,
+) -> None:
+    """Show when a schedule will be due, what clock changes do to it, and what is left out."""
+    with connect(address, tenant) as client:
+        found = client.schedules.upcoming(
+            name,
+            count=count,
+            after=None if after is None else parse_instant(after, "after"),
+            until=None if until is None else parse_instant(until, "until"),
+            show_excluded=excluded,
+        )
+    if as_json:
+        output.print_json(found)
+        return
+    typer.echo(found.description)
+    output.print_table(
+        ("TIME", "OFFSET", "DUE", "NOTE"),
+        (
+            (
+                each.schedule_time.ToJsonString(),
+                each.utc_offset,
+                each.due_time.ToJsonString() if each.HasField("due_time") else "",
+                each.exclusion or each.adjustment,
+            )
+            for each in found.occurrences
+        ),
+        "there is none",
+    )
+    for warning in found.warnings:
+        typer.echo(f"warning: {warning}")
+
+
 @app.command("list")
 def list_schedules(
     filter: Annotated[

@@ -118,13 +118,13 @@ def _zoned(source: Source) -> ZonedSource | None:
 
 
 def occurrence(trigger: CompiledTrigger, instant_us: int) -> PreviewedOccurrence:
-    """Seen from the first trigger that names it."""
+    """An instant that the trigger names, seen from the first of its triggers that names it."""
     for source, member in zip(trigger.sources, trigger.trigger_set.triggers, strict=True):
         if source.next_after(instant_us - 1) == instant_us:
             offset_s = zone(member.time_zone).offset_at(instant_us // SECOND_US)
             zoned = _zoned(source)
             text = _adjustment(zoned, instant_us // SECOND_US) if zoned is not None else ""
-            return PreviewedOccurrence(instant_us, _offset(offset_s), text)
+            return PreviewedOccurrence(instant_us, offset_text(offset_s), text)
     raise AssertionError(f"no trigger names {instant_us}")
 
 
@@ -151,7 +151,8 @@ def _date(local_s: int) -> str:
     return (_NAIVE_EPOCH + timedelta(seconds=local_s)).date().isoformat()
 
 
-def _offset(offset_s: int) -> str:
+def offset_text(offset_s: int) -> str:
+    """An offset from UTC, such as ``+02:00``."""
     sign, size = ("-", -offset_s) if offset_s < 0 else ("+", offset_s)
     text = f"{sign}{size // 3_600:02}:{size // 60 % 60:02}"
     return f"{text}:{size % 60:02}" if size % 60 else text

@@ -18,6 +18,7 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from tickwheel.domain import ids, job, trigger
+from tickwheel.domain.describe import PreviewedOccurrence
 from tickwheel.domain.job import Failure, JobTemplate, Payload, RetryPolicy, Timeouts, UnknownOutcomePolicy
 from tickwheel.domain.misfire import CATCHUP_COUNT_MAX, MisfirePolicy, MisfireRules
 from tickwheel.domain.record import AttemptRecord, DeadLetterRecord, RunRecord
@@ -42,6 +43,7 @@ from tickwheel.domain.trigger import (
     Trigger,
     TriggerSet,
 )
+from tickwheel.domain.upcoming import ExcludedOccurrence
 from tickwheel.errors import FieldInvalid, TimeZoneUnknown, TriggerInvalid, TriggerNeverFires
 from tickwheel.v1 import job_pb2, run_pb2, schedule_pb2
 
@@ -475,7 +477,8 @@ def _trigger(message: schedule_pb2.Trigger, path: str, default_anchor_us: int) -
     instants_us: tuple[int, ...] = ()
     if kind == "cron":
         dialect = _enum(message.cron.dialect, _DIALECTS, 1, f"{path}.cron.dialect")
-        cron = Cron(text(message.cron.expression, f"{path}.cron.expression", 1_000), dialect)
+        # Its length and its characters are the engine's to judge: it names the column.
+        cron = Cron(message.cron.expression, dialect)
     elif kind == "interval":
         field = f"{path}.interval.duration"
         if not message.interval.HasField("duration"):
@@ -500,7 +503,7 @@ def _trigger(message: schedule_pb2.Trigger, path: str, default_anchor_us: int) -
         interval=interval,
         instants_us=instants_us,
         rrule=rrule,
-        time_zone=text(message.time_zone, f"{path}.time_zone", 255) or "UTC",
+        time_zone=message.time_zone or "UTC",
         dst_gap_policy=_enum(message.dst_gap_policy, _GAPS, 1, f"{path}.dst_gap_policy"),
         dst_overlap_policy=_enum(message.dst_overlap_policy, _OVERLAPS, 1, f"{path}.dst_overlap_policy"),
     )
@@ -620,6 +623,23 @@ def schedule_message(record: ScheduleRecord) -> schedule_pb2.Schedule:
         if record.pause.resume_us:
             status.pause.resume_time.CopyFrom(timestamp(record.pause.resume_us))
     return message
+
+
+def occurrence_message(seen: PreviewedOccurrence, due_us: int) -> schedule_pb2.Occurrence:
+    """An occurrence that will happen. `due_us`: with its jitter."""
+    return schedule_pb2.Occurrence(
+        schedule_time=timestamp(seen.schedule_time_us),
+        due_time=timestamp(due_us),
+        utc_offset=seen.utc_offset,
+        adjustment=seen.adjustment,
+    )
+
+
+def excluded_message(seen: ExcludedOccurrence, reason: str) -> schedule_pb2.Occurrence:
+    """An occurrence that will not happen, and why."""
+    return schedule_pb2.Occurrence(
+        schedule_time=timestamp(seen.schedule_time_us), utc_offset=seen.utc_offset, exclusion=reason
+    )
 
 
 # --- Runs -------------------------------------------------------------------------------------------------

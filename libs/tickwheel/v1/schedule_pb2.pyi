@@ -431,10 +431,13 @@ class Occurrence(message.Message):
     DUE_TIME_FIELD_NUMBER: builtins.int
     UTC_OFFSET_FIELD_NUMBER: builtins.int
     ADJUSTMENT_FIELD_NUMBER: builtins.int
+    EXCLUSION_FIELD_NUMBER: builtins.int
     utc_offset: builtins.str
     """Of `schedule_time`, in the trigger's zone, such as "+02:00"."""
     adjustment: builtins.str
     """Why the instant is not what the trigger's text names, empty otherwise."""
+    exclusion: builtins.str
+    """Why it does not happen: the date or the calendar that excludes it. Empty for all that do."""
     @builtins.property
     def schedule_time(self) -> timestamp_pb2.Timestamp:
         """The instant that the trigger names."""
@@ -450,10 +453,11 @@ class Occurrence(message.Message):
         due_time: timestamp_pb2.Timestamp | None = ...,
         utc_offset: builtins.str = ...,
         adjustment: builtins.str = ...,
+        exclusion: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["due_time", b"due_time", "schedule_time", b"schedule_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["adjustment", b"adjustment", "due_time", b"due_time", "schedule_time", b"schedule_time", "utc_offset", b"utc_offset"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["adjustment", b"adjustment", "due_time", b"due_time", "exclusion", b"exclusion", "schedule_time", b"schedule_time", "utc_offset", b"utc_offset"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -383,7 +383,9 @@ class PreviewTriggerResponse(message.Message):
     @builtins.property
     def occurrences(self) -> containers.RepeatedCompositeFieldContainer[schedule_pb2.Occurrence]: ...
     @builtins.property
-    def warnings(self) -> containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    def warnings(self) -> containers.RepeatedScalarFieldContainer[builtins.str]:
+        """What clock changes up to the last of the occurrences do to fixed times, a sentence for each."""
+
     def __init__(
         self,
         *,
@@ -394,5 +396,79 @@ class PreviewTriggerResponse(message.Message):
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
     _ClearFieldArgType: _TypeAlias = typing.Literal["description", b"description", "occurrences", b"occurrences", "warnings", b"warnings"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class ListUpcomingOccurrencesRequest(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    PAGE_SIZE_FIELD_NUMBER: builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    AFTER_TIME_FIELD_NUMBER: builtins.int
+    UNTIL_TIME_FIELD_NUMBER: builtins.int
+    SHOW_EXCLUDED_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    page_size: builtins.int
+    """Default 50, at most 1,000."""
+    page_token: builtins.str
+    show_excluded: builtins.bool
+    """Also those that a date or a calendar excludes: they carry `exclusion`, and no due time."""
+    @builtins.property
+    def after_time(self) -> timestamp_pb2.Timestamp:
+        """Only later ones. Default: the next one that is not decided yet, and what follows it."""
+
+    @builtins.property
+    def until_time(self) -> timestamp_pb2.Timestamp:
+        """Only earlier ones."""
+
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        page_size: builtins.int = ...,
+        page_token: builtins.str = ...,
+        after_time: timestamp_pb2.Timestamp | None = ...,
+        until_time: timestamp_pb2.Timestamp | None = ...,
+        show_excluded: builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = typing.Literal["after_time", b"after_time", "until_time", b"until_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["after_time", b"after_time", "name", b"name", "page_size", b"page_size", "page_token", b"page_token", "show_excluded", b"show_excluded", "until_time", b"until_time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class ListUpcomingOccurrencesResponse(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
+
+    OCCURRENCES_FIELD_NUMBER: builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    DESCRIPTION_FIELD_NUMBER: builtins.int
+    WARNINGS_FIELD_NUMBER: builtins.int
+    next_page_token: builtins.str
+    """Empty on the last page."""
+    description: builtins.str
+    """The triggers in a sentence in English."""
+    @builtins.property
+    def occurrences(self) -> containers.RepeatedCompositeFieldContainer[schedule_pb2.Occurrence]:
+        """Ascending."""
+
+    @builtins.property
+    def warnings(self) -> containers.RepeatedScalarFieldContainer[builtins.str]:
+        """What clock changes within this page do to fixed times, a sentence for each."""
+
+    def __init__(
+        self,
+        *,
+        occurrences: abc.Iterable[schedule_pb2.Occurrence] | None = ...,
+        next_page_token: builtins.str = ...,
+        description: builtins.str = ...,
+        warnings: abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["description", b"description", "next_page_token", b"next_page_token", "occurrences", b"occurrences", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...

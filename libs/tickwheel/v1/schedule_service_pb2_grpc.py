@@ -82,6 +82,11 @@ class ScheduleServiceStub:
                 request_serializer=tickwheel_dot_v1_dot_schedule__service__pb2.PreviewTriggerRequest.SerializeToString,
                 response_deserializer=tickwheel_dot_v1_dot_schedule__service__pb2.PreviewTriggerResponse.FromString,
                 _registered_method=True)
+        self.ListUpcomingOccurrences = channel.unary_unary(
+                '/tickwheel.v1.ScheduleService/ListUpcomingOccurrences',
+                request_serializer=tickwheel_dot_v1_dot_schedule__service__pb2.ListUpcomingOccurrencesRequest.SerializeToString,
+                response_deserializer=tickwheel_dot_v1_dot_schedule__service__pb2.ListUpcomingOccurrencesResponse.FromString,
+                _registered_method=True)
 
 
 class ScheduleServiceServicer:
@@ -149,6 +154,15 @@ class ScheduleServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListUpcomingOccurrences(self, request, context):
+        """The next occurrences of a schedule, as its owner will compute them: nominal and due time, the UTC offset, what a
+        clock change did to them, and on request what an exclusion leaves out. Those of a paused schedule are the ones that
+        it would have.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ScheduleServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -196,6 +210,11 @@ def add_ScheduleServiceServicer_to_server(servicer, server):
                     servicer.PreviewTrigger,
                     request_deserializer=tickwheel_dot_v1_dot_schedule__service__pb2.PreviewTriggerRequest.FromString,
                     response_serializer=tickwheel_dot_v1_dot_schedule__service__pb2.PreviewTriggerResponse.SerializeToString,
+            ),
+            'ListUpcomingOccurrences': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListUpcomingOccurrences,
+                    request_deserializer=tickwheel_dot_v1_dot_schedule__service__pb2.ListUpcomingOccurrencesRequest.FromString,
+                    response_serializer=tickwheel_dot_v1_dot_schedule__service__pb2.ListUpcomingOccurrencesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -442,6 +461,33 @@ class ScheduleService:
             '/tickwheel.v1.ScheduleService/PreviewTrigger',
             tickwheel_dot_v1_dot_schedule__service__pb2.PreviewTriggerRequest.SerializeToString,
             tickwheel_dot_v1_dot_schedule__service__pb2.PreviewTriggerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListUpcomingOccurrences(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tickwheel.v1.ScheduleService/ListUpcomingOccurrences',
+            tickwheel_dot_v1_dot_schedule__service__pb2.ListUpcomingOccurrencesRequest.SerializeToString,
+            tickwheel_dot_v1_dot_schedule__service__pb2.ListUpcomingOccurrencesResponse.FromString,
             options,
             channel_credentials,
             insecure,

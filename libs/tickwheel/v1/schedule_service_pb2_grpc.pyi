@@ -51,6 +51,11 @@ class ScheduleServiceStub:
     """A run now, beside the schedule's occurrences."""
     PreviewTrigger: grpc.UnaryUnaryMultiCallable[schedule_service_pb2.PreviewTriggerRequest, schedule_service_pb2.PreviewTriggerResponse]
     """The next occurrences of a trigger that need not be stored."""
+    ListUpcomingOccurrences: grpc.UnaryUnaryMultiCallable[schedule_service_pb2.ListUpcomingOccurrencesRequest, schedule_service_pb2.ListUpcomingOccurrencesResponse]
+    """The next occurrences of a schedule, as its owner will compute them: nominal and due time, the UTC offset, what a
+    clock change did to them, and on request what an exclusion leaves out. Those of a paused schedule are the ones that
+    it would have.
+    """
 
 @typing.type_check_only
 class ScheduleServiceAsyncStub(ScheduleServiceStub):
@@ -73,6 +78,11 @@ class ScheduleServiceAsyncStub(ScheduleServiceStub):
     """A run now, beside the schedule's occurrences."""
     PreviewTrigger: aio.UnaryUnaryMultiCallable[schedule_service_pb2.PreviewTriggerRequest, schedule_service_pb2.PreviewTriggerResponse]  # type: ignore[assignment]
     """The next occurrences of a trigger that need not be stored."""
+    ListUpcomingOccurrences: aio.UnaryUnaryMultiCallable[schedule_service_pb2.ListUpcomingOccurrencesRequest, schedule_service_pb2.ListUpcomingOccurrencesResponse]  # type: ignore[assignment]
+    """The next occurrences of a schedule, as its owner will compute them: nominal and due time, the UTC offset, what a
+    clock change did to them, and on request what an exclusion leaves out. Those of a paused schedule are the ones that
+    it would have.
+    """
 
 class ScheduleServiceServicer(metaclass=abc_1.ABCMeta):
     """Schedules: what is to run again and again, or once at a named instant."""
@@ -146,5 +156,16 @@ class ScheduleServiceServicer(metaclass=abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[schedule_service_pb2.PreviewTriggerResponse, abc.Awaitable[schedule_service_pb2.PreviewTriggerResponse]]:
         """The next occurrences of a trigger that need not be stored."""
+
+    @abc_1.abstractmethod
+    def ListUpcomingOccurrences(
+        self,
+        request: schedule_service_pb2.ListUpcomingOccurrencesRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[schedule_service_pb2.ListUpcomingOccurrencesResponse, abc.Awaitable[schedule_service_pb2.ListUpcomingOccurrencesResponse]]:
+        """The next occurrences of a schedule, as its owner will compute them: nominal and due time, the UTC offset, what a
+        clock change did to them, and on request what an exclusion leaves out. Those of a paused schedule are the ones that
+        it would have.
+        """
 
 def add_ScheduleServiceServicer_to_server(servicer: ScheduleServiceServicer, server: typing.Union[grpc.Server, aio.Server]) -> None: ...
