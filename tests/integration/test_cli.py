@@ -17,6 +17,7 @@ import pytest
 
 import tickwheel.cli
 from tickwheel.embedded.cluster import Cluster
+from tickwheel.embedded.folder import processes_in
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -267,6 +268,27 @@ def test_up_fires_samples_survives_kill_9_and_keeps_its_data(short_folder: Path)
         assert again.wait(60) == 0
     finally:
         again.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_up_ends_what_an_up_that_was_killed_left_running(short_folder: Path) -> None:
+    folder, port = short_folder / "left", str(_free_port())
+    killed = _up(folder, "--port", port)
+    try:
+        _read_until(killed, lambda line: "kill -9" in line)
+    finally:
+        killed.kill()
+        killed.wait()
+    again = _up(folder, "--port", port)
+    try:
+        _read_until(again, lambda line: "SUCCEEDED  every-second" in line)
+        again.terminate()
+        assert again.wait(60) == 0
+    finally:
+        again.kill()
+    left = [pid for part in folder.rglob("*") if part.is_dir() for pid in processes_in(part)]
+    assert left == []
 
 
 @pytest.mark.timeout(120)

@@ -11,6 +11,7 @@ after any restart. Members are named `coordinator-1`, `timer-1`, `worker-1` and 
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,8 +19,8 @@ from types import TracebackType
 from typing import Literal, Self
 
 from tickwheel.embedded.etcd import EmbeddedEtcd
-from tickwheel.embedded.folder import Folder, free_port, require_free_port
-from tickwheel.embedded.member import Member
+from tickwheel.embedded.folder import Folder, free_port, processes_in, require_free_port, signal_process
+from tickwheel.embedded.member import LEFTOVER_SECONDS_MAX, Member
 from tickwheel.embedded.postgres import EmbeddedPostgres
 from tickwheel.postgres.migrate import migrate
 
@@ -95,6 +96,8 @@ class Cluster:
         """
         self._folder.acquire()
         try:
+            if not self.members:
+                self._end_leftovers()
             if self._api_port is not None and not self.members:
                 require_free_port("the API", self._api_port)
             self.start_stores()
@@ -110,6 +113,16 @@ class Cluster:
             self.stop()
             raise
         return self
+
+    def _end_leftovers(self) -> None:
+        """Members that an earlier owner of the folder left running: it was killed, and they went on."""
+        folders = sorted(path for path in self.folder.glob("*-*") if path.is_dir())
+        for path in folders:
+            for pid in processes_in(path):
+                signal_process(pid, signal.SIGTERM)
+        for path in folders:
+            leader = next(iter(processes_in(path)), None)
+            Folder(path).end_leftovers(path, leader, (signal.SIGTERM,), LEFTOVER_SECONDS_MAX)
 
     def start_stores(self) -> None:
         """Postgres, migrated, and etcd."""

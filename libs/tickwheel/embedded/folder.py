@@ -108,13 +108,13 @@ class Folder:
             return
         if leader is not None and leader in processes_in(working_folder):
             for wanted in signals:
-                _signal(leader, wanted)
+                signal_process(leader, wanted)
                 if wait_until(all_gone, timeout_seconds):
                     return
         elif wait_until(all_gone, min(timeout_seconds, ORPHANS_SECONDS_MAX)):
             return
         for pid in processes_in(working_folder):
-            _signal(pid, signal.SIGKILL)
+            signal_process(pid, signal.SIGKILL)
         if not wait_until(all_gone, timeout_seconds):
             left = processes_in(working_folder)
             raise FolderBusy(self.path, f"process {left[0]}" if left else "a process that does not end")
@@ -212,7 +212,8 @@ def end_child(
     return child.wait(timeout_seconds)
 
 
-def _signal(pid: int, wanted: signal.Signals) -> None:
+def signal_process(pid: int, wanted: signal.Signals) -> None:
+    """Signals it, and wakes it if it is frozen; nothing if it is gone."""
     try:
         os.kill(pid, wanted)
         os.kill(pid, signal.SIGCONT)
