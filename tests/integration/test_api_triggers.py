@@ -22,6 +22,8 @@ CASES: list[dict[str, Any]] = json.loads(
 )["cases"]
 FIRING = [case for case in CASES if not case.get("error")]
 REFUSED = [case for case in CASES if case.get("error")]
+SAVED_REFUSED = [case for case in REFUSED if not case["expr"].startswith("H ")]
+"""An `H` draws from the schedule's name: only a trigger that is not saved has none."""
 TRIGGER_ERRORS = (errors.TriggerInvalid, errors.TriggerNeverFires, errors.TimeZoneUnknown)
 
 
@@ -93,7 +95,7 @@ async def test_a_schedule_that_starts_after_the_base_is_due_at_the_expected_inst
         assert found[: len(case["expected"])] == case["expected"]
 
 
-@pytest.mark.parametrize("case", REFUSED, ids=names(REFUSED))
+@pytest.mark.parametrize("case", SAVED_REFUSED, ids=names(SAVED_REFUSED))
 async def test_a_bad_trigger_is_refused_at_creation_with_its_field(
     client: Client, case: dict[str, Any]
 ) -> None:
@@ -102,7 +104,7 @@ async def test_a_bad_trigger_is_refused_at_creation_with_its_field(
     _check_refusal(refused.value, "schedule.spec.triggers[0].", case)
 
 
-@pytest.mark.parametrize("case", REFUSED, ids=names(REFUSED))
+@pytest.mark.parametrize("case", SAVED_REFUSED, ids=names(SAVED_REFUSED))
 async def test_a_bad_trigger_is_refused_at_an_update_with_its_field(
     client: Client, case: dict[str, Any]
 ) -> None:
