@@ -12,6 +12,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from tickwheel.clock import mono_us
 from tickwheel.domain import job
+from tickwheel.domain.ids import tenant_name
 from tickwheel.domain.timer_rows import Int64s
 from tickwheel.services.timer.session import Frame, GrantChunk
 from tickwheel.v1 import job_pb2, run_pb2, worker_service_pb2
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 
 CHUNK_BYTES_MAX = 256 << 10
 CHUNK_GRANTS_MAX = 1_000
-GRANT_BYTES_ABOUT = 320
+GRANT_BYTES_ABOUT = 256
+SHARED_MAX = 50_000
 
 
 def timestamp(us: int) -> Timestamp:
@@ -61,125 +63,119 @@ class Frames:
     def __init__(self, node: "TimerNode", default_lease_ms: int) -> None:
         self._node = node
         self._default_lease_ms = default_lease_ms
+        self._shared: dict[tuple[int, int], tuple[str, bytes]] = {}
 
     def grants(
         self, slots: Int64s, clock_us: int, details: Mapping[int, tuple[Any, ...]]
     ) -> Iterator[GrantChunk]:
-        """The grants of these leases, in chunks that fit a message. `details`: rows of `load_run_details`."""
+        """The grants of these leases, in chunks that fit a message. `details`: rows of `load_run_details`.
+
+        Hot: one message a run. What many grants share (the template, the times of a batch) is encoded once
+        and merged in as bytes: two encoded messages, one after the other, are their merge.
+        """
         leases = self._node.leases
         numbers = leases.token_hi[slots]
-        frames: list[worker_service_pb2.Grant] = []
-        byte_count = 0
-        start = 0
-        for place, grant in enumerate(self._each(slots, details)):
-            size = GRANT_BYTES_ABOUT + len(grant.payload.data)
-            if frames and (byte_count + size > CHUNK_BYTES_MAX or len(frames) >= CHUNK_GRANTS_MAX):
-                yield GrantChunk(frames, slots[start:place], numbers[start:place], byte_count, clock_us)
-                frames, byte_count, start = [], 0, place
-            frames.append(grant)
-            byte_count += size
-        if frames:
-            yield GrantChunk(frames, slots[start:], numbers[start:], byte_count, clock_us)
-
-    def _each(
-        self, slots: Int64s, details: Mapping[int, tuple[Any, ...]]
-    ) -> Iterator[worker_service_pb2.Grant]:
-        """Hot: one message a run."""
-        node = self._node
-        leases = node.leases
-        catalog = node.catalog
         both = np.empty((len(slots), 2), dtype=">u8")
         both[:, 0] = leases.run_hi[slots]
         both[:, 1] = leases.run_lo[slots]
         run_text = both.tobytes().hex()
-        times: dict[int, Timestamp] = {}
-        attempt_deadline = leases.attempt_deadline_us[slots]
         rows = zip(
             slots.tolist(),
             leases.attempt[slots].tolist(),
             leases.fence[slots].tolist(),
             leases.shard[slots].tolist(),
-            leases.tenant[slots].tolist(),
-            leases.template[slots].tolist(),
-            leases.schedule_lo[slots].tolist(),
-            leases.version[slots].tolist(),
-            leases.schedule_us[slots].tolist(),
-            leases.due_us[slots].tolist(),
             leases.run_lo[slots].tolist(),
-            attempt_deadline.tolist(),
+            zip(leases.schedule_lo[slots].tolist(), leases.version[slots].tolist(), strict=True),
+            self._shared_parts(slots),
             strict=True,
         )
         tokens = leases.tokens
-        heads = catalog.heads
-        payloads: dict[int, job_pb2.Payload] = {}
-        at = 0
-        for (
-            slot,
-            attempt,
-            fence,
-            shard,
-            tenant,
-            template_id,
-            schedule_lo,
-            version,
-            schedule_us,
-            due_us,
-            run_lo,
-            until_us,
-        ) in rows:
-            template = catalog.templates[template_id]
-            assert isinstance(template, job.JobTemplate)
-            tenant_name = catalog.tenants.get(tenant, "")
-            run_id = run_text[at : at + 32]
-            at += 32
-            schedule_time = times.get(schedule_us)
-            if schedule_time is None:
-                schedule_time = times[schedule_us] = timestamp(schedule_us)
-            due_time = times.get(due_us)
-            if due_time is None:
-                due_time = times[due_us] = timestamp(due_us)
-            deadline_time = times.get(until_us)
-            if deadline_time is None:
-                deadline_time = times[until_us] = timestamp(until_us)
-            head = heads.get((schedule_lo, version)) if schedule_lo else None
-            grant = worker_service_pb2.Grant(
-                run=f"tenants/{tenant_name}/runs/{run_id}",
+        heads = self._node.catalog.heads
+        traceparent = self._node.traceparent
+        message = worker_service_pb2.WorkResponse()
+        add = message.grants.add
+        byte_count = start = 0
+        for place, (slot, attempt, fence, shard, run_lo, head_key, (tenant, shared, times)) in enumerate(
+            rows
+        ):
+            run_id = run_text[place * 32 : place * 32 + 32]
+            head = heads.get(head_key)
+            grant = add(
+                run=f"{tenant}/runs/{run_id}",
                 attempt=attempt,
                 fence=fence,
                 lease_token=tokens[slot],
                 shard=shard,
-                kind=template.kind,
-                schedule_time=schedule_time,
-                due_time=due_time,
-                deadline_time=deadline_time,
                 idempotency_key=run_id,
-                queue=template.queue,
-                attempt_count_max=template.retry.attempt_count_max,
+                schedule="" if head is None else f"{tenant}/schedules/{head.name}",
             )
-            if head is not None:
-                grant.schedule = f"tenants/{tenant_name}/schedules/{head.name}"
-                if head.payload:
-                    payload = payloads.get(schedule_lo)
-                    if payload is None:
-                        payload = payloads[schedule_lo] = job_pb2.Payload(
-                            data=head.payload, content_type=head.content_type
-                        )
-                    grant.payload.CopyFrom(payload)
-            if template.lease_ms != self._default_lease_ms:
-                grant.lease_duration.CopyFrom(duration(template.lease_ms))
+            grant.MergeFromString(shared)
+            grant.MergeFromString(times)
+            if head is not None and head.payload:
+                grant.payload.data = head.payload
+                grant.payload.content_type = head.content_type
+                byte_count += len(head.payload)
+            byte_count += GRANT_BYTES_ABOUT
             detail = details.get(run_lo) if details else None
             if detail is not None:
                 _add_details(grant, detail)
-            grant.traceparent = grant.traceparent or node.traceparent(run_id, fence)
-            yield grant
+                byte_count += len(grant.payload.data) + len(grant.checkpoint)
+            if not grant.traceparent and (parent := traceparent(run_id, fence)):
+                grant.traceparent = parent
+            if byte_count > CHUNK_BYTES_MAX or place - start + 1 >= CHUNK_GRANTS_MAX:
+                part = slice(start, place + 1)
+                yield GrantChunk(message.SerializeToString(), slots[part], numbers[part], clock_us)
+                message = worker_service_pb2.WorkResponse()
+                add = message.grants.add
+                byte_count, start = 0, place + 1
+        if start < len(slots):
+            yield GrantChunk(message.SerializeToString(), slots[start:], numbers[start:], clock_us)
 
-    def response(self, frame: Frame) -> worker_service_pb2.WorkResponse:
+    def _shared_parts(self, slots: Int64s) -> Iterator[tuple[str, bytes, bytes]]:
+        """Of each lease: its tenant's name, the part of its template, its times; both parts encoded."""
+        leases = self._node.leases
+        times: dict[tuple[int, int, int], bytes] = {}
+        shared = self._shared
+        if len(shared) > SHARED_MAX:
+            shared.clear()
+        keys = zip(leases.tenant[slots].tolist(), leases.template[slots].tolist(), strict=True)
+        instants = zip(
+            leases.schedule_us[slots].tolist(),
+            leases.due_us[slots].tolist(),
+            leases.attempt_deadline_us[slots].tolist(),
+            strict=True,
+        )
+        for key, each in zip(keys, instants, strict=True):
+            part = shared.get(key)
+            if part is None:
+                part = shared[key] = self._shared_part(*key)
+            when = times.get(each)
+            if when is None:
+                when = times[each] = worker_service_pb2.Grant(
+                    schedule_time=timestamp(each[0]),
+                    due_time=timestamp(each[1]),
+                    deadline_time=timestamp(each[2]),
+                ).SerializeToString()
+            yield (*part, when)
+
+    def _shared_part(self, tenant: int, template_id: int) -> tuple[str, bytes]:
+        catalog = self._node.catalog
+        template = catalog.templates[template_id]
+        assert isinstance(template, job.JobTemplate)
+        grant = worker_service_pb2.Grant(
+            kind=template.kind, queue=template.queue, attempt_count_max=template.retry.attempt_count_max
+        )
+        if template.lease_ms != self._default_lease_ms:
+            grant.lease_duration.CopyFrom(duration(template.lease_ms))
+        return tenant_name(catalog.tenants.get(tenant, "")), grant.SerializeToString()
+
+    def response(self, frame: Frame) -> bytes:
+        """A `WorkResponse`, encoded: the grants as they were encoded before, and the rest after them."""
         node = self._node
         message = worker_service_pb2.WorkResponse(
             sequence=frame.sequence,
             clock_us=mono_us(),
             grant_clock_us=frame.grant_clock_us,
-            grants=frame.grants,
             recorded=frame.recorded,
             resync=frame.resync,
             backlog_count=max(0, frame.backlog_count),
@@ -214,7 +210,13 @@ class Frames:
             message.renewed.shards.extend(frame.renewal.shards)
         if frame.drain is not None:
             message.drain.reason = frame.drain
-        return message
+        frame.grants.append(message.SerializeToString())
+        return b"".join(frame.grants)
+
+
+def encoded(message: Any) -> bytes:
+    """The stream's serializer: what comes from `Frames.response` is encoded already."""
+    return message if isinstance(message, bytes) else message.SerializeToString()
 
 
 def _add_details(grant: worker_service_pb2.Grant, detail: tuple[Any, ...]) -> None:

@@ -62,7 +62,9 @@ CATCH_UP_RUNS_MAX: Final = 5_000
 BACKOFF_LOCKED_US: Final = 50_000
 BACKOFF_BUSY_US: Final = 200_000
 OUTCOME_TRIES_MAX: Final = 100
-DUE_BUCKETS_MAX: Final = 2_000
+BUSY_US: Final = 3_000
+"""A lane that wrote so recently is under load."""
+
 
 _PASSING_STATES: Final = ("40001", "40P01", "55P03", "57014", "53300")
 """Refusals that have nothing to do with the data: the same batch may go through later."""
@@ -169,6 +171,7 @@ class Lane:
         self._settle: deque[Int64s] = deque()
         self._wake = asyncio.Event()
         self._turn = 0
+        self._busy_until_us = 0
         self.idle = asyncio.Event()
         """Set while no batch is being built or on its way."""
         self.idle.set()
@@ -214,11 +217,13 @@ class Lane:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            if self._node.grant_batch_wait_s and not self._has_much():
+            # Under load a little waiting makes larger batches; a lane that stood idle goes at once.
+            if mono_us() - self._busy_until_us < BUSY_US and not self._has_much():
                 await asyncio.sleep(self._node.grant_batch_wait_s)
             try:
                 while await self._write_one():
                     failures = 0
+                    self._busy_until_us = mono_us()
             except StoreUnavailable as error:
                 failures += 1
                 if failures == 1:

@@ -20,8 +20,8 @@ from tickwheel.runtime.process import Phase, Process, run_process
 from tickwheel.services.timer.meters import Meters
 from tickwheel.services.timer.node import LANE_COUNT, TimerNode
 from tickwheel.services.timer.timer_service import TimerService
-from tickwheel.services.timer.worker_service import WorkerService
-from tickwheel.v1 import worker_service_pb2, worker_service_pb2_grpc
+from tickwheel.services.timer.worker_service import WorkerService, add_worker_service
+from tickwheel.v1 import worker_service_pb2
 
 log = structlog.get_logger()
 
@@ -61,7 +61,7 @@ async def serve(process: Process) -> None:
     await node.start()
 
     server = RpcServer(deadline_ms_max=STREAM_DEADLINE_MS)
-    worker_service_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerService(node), server.server)
+    add_worker_service(WorkerService(node), server.server)
     timer_service_pb2_grpc.add_TimerServiceServicer_to_server(TimerService(node), server.server)
     port = await server.start(f"{settings.listen_host}:{settings.listen_port}", SERVICES)
     internal = f"{settings.listen_host}:{port}"

@@ -14,7 +14,7 @@ Rules (design, section 8; docs/decisions/0004-lease-rules.md):
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -63,13 +63,15 @@ class Pending:
 
 @dataclass(slots=True)
 class GrantChunk:
-    """Grants of one batch for one stream: opaque frames, with what the session must know of them."""
+    """Grants of one batch for one stream, encoded, with what the session must know of them."""
 
-    frames: Sequence[Any]
+    wire: bytes
     slots: I64
     numbers: U64
-    byte_count: int
     clock_us: int
+
+    def __len__(self) -> int:
+        return len(self.slots)
 
 
 @dataclass(slots=True)
@@ -77,7 +79,8 @@ class Frame:
     """One response to be sent."""
 
     sequence: int
-    grants: list[Any] = field(default_factory=list)
+    grants: list[bytes] = field(default_factory=list)
+    grant_count: int = 0
     grant_clock_us: int = 0
     slots: list[I64] = field(default_factory=list)
     recorded: list[str] = field(default_factory=list)
@@ -194,9 +197,9 @@ class WorkerSession:
 
     def add_grants(self, chunk: GrantChunk) -> None:
         """Takes grants whose credit was reserved."""
-        if len(chunk.frames):
+        if len(chunk):
             self._chunks.append(chunk)
-            self.outbox_grants += len(chunk.frames)
+            self.outbox_grants += len(chunk)
 
     def add_recorded(self, tokens: list[str], numbers: U64) -> None:
         self._recorded.extend(tokens)
@@ -252,19 +255,20 @@ class WorkerSession:
         while self._chunks:
             chunk = self._chunks[0]
             if frame.grants and (
-                byte_count + chunk.byte_count > FRAME_BYTES_MAX
-                or len(frame.grants) + len(chunk.frames) > FRAME_GRANTS_MAX
+                byte_count + len(chunk.wire) > FRAME_BYTES_MAX
+                or frame.grant_count + len(chunk) > FRAME_GRANTS_MAX
             ):
                 break
             self._chunks.popleft()
-            frame.grants.extend(chunk.frames)
+            frame.grants.append(chunk.wire)
+            frame.grant_count += len(chunk)
             frame.slots.append(chunk.slots)
             frame.grant_clock_us = (
                 min(frame.grant_clock_us, chunk.clock_us) if frame.grant_clock_us else chunk.clock_us
             )
-            byte_count += chunk.byte_count
-            self.outbox_grants -= len(chunk.frames)
-            self._mark_count += len(chunk.frames)
+            byte_count += len(chunk.wire)
+            self.outbox_grants -= len(chunk)
+            self._mark_count += len(chunk)
             self._mark_digest += int(chunk.numbers.sum(dtype=np.uint64))
         if self._mark_count or self._mark_digest:
             self._deltas.append((self.sequence, self._mark_count, self._mark_digest))

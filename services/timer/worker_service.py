@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import grpc
 import structlog
+from google.protobuf import message_factory
 
 from tickwheel.clock import mono_us
 from tickwheel.domain.ids import parse_run_id, run_shard
 from tickwheel.errors import FieldInvalid, LeaseSuperseded, NodeDraining, ShardMoving
 from tickwheel.rpc import convert
-from tickwheel.services.timer.frames import duration
+from tickwheel.services.timer.frames import duration, encoded
 from tickwheel.services.timer.leases import LIVE
 from tickwheel.services.timer.streams import Stream
 from tickwheel.v1 import worker_service_pb2 as pb
@@ -29,15 +30,36 @@ OUTCOME_TIMEOUT_S: Final = 15.0
 SETTLE_TIMEOUT_S: Final = 3.0
 
 
+def add_worker_service(service: "WorkerService", server: grpc.aio.Server) -> None:
+    """Registers it as the generated code would, but for the stream's serializer: it lets encoded messages
+    pass."""
+    methods = {
+        "Work": grpc.stream_stream_rpc_method_handler(
+            service.Work, request_deserializer=pb.WorkRequest.FromString, response_serializer=encoded
+        )
+    }
+    for method in pb.DESCRIPTOR.services_by_name["WorkerService"].methods:
+        if method.name not in methods:
+            request = message_factory.GetMessageClass(method.input_type)
+            methods[method.name] = grpc.unary_unary_rpc_method_handler(
+                getattr(service, method.name),
+                request_deserializer=request.FromString,
+                response_serializer=encoded,
+            )
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler("tickwheel.v1.WorkerService", methods),)
+    )
+
+
 class WorkerService(worker_service_pb2_grpc.WorkerServiceServicer):
     """`tickwheel.v1.WorkerService` on a timer."""
 
     def __init__(self, node: "TimerNode") -> None:
         self._node = node
 
-    async def Work(
+    async def Work(  # type: ignore[override]  # It yields what is encoded already.
         self, request_iterator: AsyncIterator[pb.WorkRequest], context: Any
-    ) -> AsyncIterator[pb.WorkResponse]:
+    ) -> AsyncIterator[bytes]:
         """One stream: this generator is its only writer, a task of its own the only reader."""
         node = self._node
         try:
@@ -105,7 +127,7 @@ class WorkerService(worker_service_pb2_grpc.WorkerServiceServicer):
             while not grants or len(grants) < session.granted_count:
                 frame = session.take_frame()
                 if frame is not None:
-                    grants.extend(frame.grants)
+                    grants.extend(pb.WorkResponse.FromString(b"".join(frame.grants)).grants)
                     continue
                 session.heard_mono_us = mono_us()
                 stream.wake.clear()
