@@ -33,14 +33,14 @@ SETTLE_TIMEOUT_S: Final = 3.0
 def add_worker_service(service: "WorkerService", server: grpc.aio.Server) -> None:
     """Registers it as the generated code would, but for the stream's serializer: it lets encoded messages
     pass."""
-    methods = {
+    methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
         "Work": grpc.stream_stream_rpc_method_handler(
             service.Work, request_deserializer=pb.WorkRequest.FromString, response_serializer=encoded
         )
     }
     for method in pb.DESCRIPTOR.services_by_name["WorkerService"].methods:
         if method.name not in methods:
-            request = message_factory.GetMessageClass(method.input_type)
+            request: Any = message_factory.GetMessageClass(method.input_type)
             methods[method.name] = grpc.unary_unary_rpc_method_handler(
                 getattr(service, method.name),
                 request_deserializer=request.FromString,
