@@ -582,7 +582,7 @@ class ScheduleService(schedule_service_pb2_grpc.ScheduleServiceServicer):
                 payload=own or spec.payload,
             )
             made = await self._insert_manual(
-                connection, tenant, record, new, own is not None, request, now_us
+                connection, tenant, record, new, own is not None, request, now_us, traceparent_of(context)
             )
             run = made.ids[0].tobytes()
             nudges.append(_Nudge(record.shard, run, now_us, now_us))
@@ -624,6 +624,7 @@ class ScheduleService(schedule_service_pb2_grpc.ScheduleServiceServicer):
         own_payload: bool,
         request: schedule_service_pb2.RunScheduleRequest,
         now_us: int,
+        traceparent: str | None,
     ) -> runs.Inserted:
         route_id = await self._node.catalog.route_id_in(connection, new.template.queue, new.template.kind)
         return await runs.insert(
@@ -640,7 +641,7 @@ class ScheduleService(schedule_service_pb2_grpc.ScheduleServiceServicer):
                 ignore_overlap=request.ignore_overlap,
                 own_payload=own_payload,
             ),
-            traceparent=None,
+            traceparent=traceparent,
         )
 
     # --- What they share ----------------------------------------------------------------------------------

@@ -32,6 +32,8 @@ class Head:
     name: str
     payload: bytes
     content_type: str
+    traceparent: str = ""
+    """Of the schedule's creation."""
 
 
 def make_room(cache: dict[int, object] | dict[tuple[int, int], object], count_max: int) -> None:
@@ -92,10 +94,10 @@ class Catalog:
         if not missing:
             return
         make_room(heads, HEADS_MAX)  # type: ignore[arg-type]
-        for uid, number, name, payload, content_type in await self._store.load_schedule_heads(
+        for uid, number, name, payload, content_type, traceparent in await self._store.load_schedule_heads(
             hi[missing], lo[missing], version[missing]
         ):
-            heads[uid.int & 0xFFFFFFFFFFFFFFFF, number] = Head(name, payload, content_type)
+            heads[uid.int & 0xFFFFFFFFFFFFFFFF, number] = Head(name, payload, content_type, traceparent)
 
     async def ensure_tenants(self, tenants: Iterable[int]) -> None:
         missing = [i for i in set(tenants) if i not in self.tenants]

@@ -91,7 +91,6 @@ class Frames:
         )
         tokens = leases.tokens
         heads = self._node.catalog.heads
-        traceparent = self._node.traceparent
         message = worker_service_pb2.WorkResponse()
         add = message.grants.add
         byte_count = start = 0
@@ -120,16 +119,24 @@ class Frames:
             if detail is not None:
                 _add_details(grant, detail)
                 byte_count += len(grant.payload.data) + len(grant.checkpoint)
-            if not grant.traceparent and (parent := traceparent(run_id, fence)):
-                grant.traceparent = parent
             if byte_count > CHUNK_BYTES_MAX or place - start + 1 >= CHUNK_GRANTS_MAX:
                 part = slice(start, place + 1)
-                yield GrantChunk(message.SerializeToString(), slots[part], numbers[part], clock_us)
+                yield GrantChunk(self._encode(message, slots[part]), slots[part], numbers[part], clock_us)
                 message = worker_service_pb2.WorkResponse()
                 add = message.grants.add
                 byte_count, start = 0, place + 1
         if start < len(slots):
-            yield GrantChunk(message.SerializeToString(), slots[start:], numbers[start:], clock_us)
+            yield GrantChunk(self._encode(message, slots[start:]), slots[start:], numbers[start:], clock_us)
+
+    def _encode(self, message: worker_service_pb2.WorkResponse, slots: Int64s) -> bytes:
+        """Where traces go somewhere, those grants that are recorded get their `traceparent` first."""
+        if self._node.traces is not None:
+            self._node.traces.granted(message.grants, slots)
+        return message.SerializeToString()
+
+    def forget(self) -> None:
+        """Another history of Postgres: there the same ids may stand for something else."""
+        self._shared.clear()
 
     def _shared_parts(self, slots: Int64s) -> Iterator[tuple[str, bytes, bytes]]:
         """Of each lease: its tenant's name, the part of its template, its times; both parts encoded."""

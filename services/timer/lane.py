@@ -710,7 +710,7 @@ class Lane:
                 )
             flags = entries.flags[slots]
             own = (flags & bits.OWN_PAYLOAD != 0) & (flags & bits.HAS_PAYLOAD != 0)
-            chosen = slots[own | (flags & bits.HAS_HISTORY != 0)]
+            chosen = slots[own | (flags & (bits.HAS_HISTORY | bits.TRACED) != 0)]
             if len(chosen):
                 for row in await node.store.load_run_details(
                     entries.shard[chosen], entries.ref_hi[chosen], entries.ref_lo[chosen]
@@ -762,6 +762,15 @@ class Lane:
         node.streams.tell_recorded(slots[told & ~batch.by_owner])
         if batch.by_owner.any():
             node.streams.tell_lapsed(slots[told & batch.by_owner], "the lease was ended by its owner")
+        if node.traces is not None:
+            failures = outcomes.failures
+            node.traces.recorded(
+                slots[told],
+                outcomes.attempt_state[told],
+                outcomes.run_state[told],
+                None if failures is None else [failures[row] for row in np.flatnonzero(told).tolist()],
+                batch.now_us,
+            )
         leases.remove(slots[told])
         node.metrics.outcomes(outcomes.attempt_state[done], outcomes.run_state[done])
 

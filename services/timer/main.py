@@ -20,6 +20,7 @@ from tickwheel.runtime.process import Phase, Process, run_process
 from tickwheel.services.timer.meters import Meters
 from tickwheel.services.timer.node import LANE_COUNT, TimerNode
 from tickwheel.services.timer.timer_service import TimerService
+from tickwheel.services.timer.traces import Traces
 from tickwheel.services.timer.worker_service import WorkerService, add_worker_service
 from tickwheel.v1 import worker_service_pb2
 
@@ -58,6 +59,8 @@ async def serve(process: Process) -> None:
     process.on_stop(Phase.CLOSE, "etcd", client.close)
     registry = EtcdRegistry(client, mono_us)
     node = TimerNode(settings, timer_id, store, registry, Meters(process.metrics))
+    if process.tracing is not None and process.tracing.enabled:
+        node.traces = Traces(node, process.tracing, settings.trace_sample_ratio)
     await node.start()
 
     server = RpcServer(deadline_ms_max=STREAM_DEADLINE_MS)

@@ -47,6 +47,7 @@ from tickwheel.services.timer.meters import Meters
 from tickwheel.services.timer.ownership import Ownership
 from tickwheel.services.timer.session import WorkerSession
 from tickwheel.services.timer.streams import Streams
+from tickwheel.services.timer.traces import Traces
 from tickwheel.services.timer.wheel import TimingWheel
 from tickwheel.v1 import worker_service_pb2 as pb
 
@@ -129,6 +130,8 @@ class TimerNode:
         self._progress: dict[str, tuple[int, bytes]] = {}
         self._postgres_missed_since_us = 0
         self._proof_waiters: list[tuple[int, asyncio.Future[frozenset[int]]]] = []
+        self.traces: Traces | None = None
+        """None: nobody wants to see any."""
         self.draining = False
         self.emptied = asyncio.Event()
         """Set when the last shard has gone to another."""
@@ -179,9 +182,6 @@ class TimerNode:
         leases = self.leases
         tenant = self.catalog.tenants.get(int(leases.tenant[slot]), "")
         return run_name(tenant, join_uuid(int(leases.run_hi[slot]), int(leases.run_lo[slot])))
-
-    def traceparent(self, run_id: str, fence: int) -> str:
-        return ""
 
     def welcome(self) -> pb.Welcome:
         settings = self.settings
@@ -616,6 +616,7 @@ class TimerNode:
         if self.epochs:
             self.ownership.let_go(list(self.epochs))
         self.catalog.forget()
+        self.frames.forget()
         self._progress.clear()
         for stream in self.streams.by_number.values():
             stream.session.closed = True

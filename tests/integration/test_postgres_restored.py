@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,9 +107,12 @@ class World:
 
     def is_serving(self, member: str) -> bool:
         with grpc.insecure_channel(self.cluster[member].address) as channel:
-            stub = health_pb2_grpc.HealthStub(channel)
+            stub: Any = health_pb2_grpc.HealthStub(channel)
             status = stub.Check(health_pb2.HealthCheckRequest(), timeout=5).status
         return bool(status == health_pb2.HealthCheckResponse.SERVING)
+
+    def is_halted(self, timer: str) -> bool:
+        return self.metric(timer, "tickwheel_halted") == 1 and not self.is_serving(timer)
 
     def log(self, member: str) -> str:
         return self.cluster[member].log.read_text()
@@ -165,8 +169,7 @@ def test_a_restored_postgres_stops_all_grants_until_somebody_resumes(world: Worl
     reason = until(world.halted_reason, "the cluster says that it stands still")
     assert "restored" in reason
     for timer in ("timer-1", "timer-2"):
-        until(lambda timer=timer: world.metric(timer, "tickwheel_halted") == 1, f"{timer} halts")
-        until(lambda timer=timer: not world.is_serving(timer), f"{timer} is NOT_SERVING")
+        until(partial(world.is_halted, timer), f"{timer} halts, and is NOT_SERVING")
         assert "timer_halted" in world.log(timer)
     with world.client() as client:
         health = client.cluster.health()

@@ -24,3 +24,5 @@ CAUSE_SHIFT = 12
 CAUSE_MASK = 0b111 << CAUSE_SHIFT
 # An unknown outcome holds the run instead of retrying it.
 HOLD_UNKNOWN = 1 << 15
+# The run was created under a trace that is recorded: its traceparent is read before the grant goes out.
+TRACED = 1 << 16

@@ -78,7 +78,10 @@ async def insert(
         "priority": arrays.int2(
             np.fromiter((run.template.priority for run in runs), dtype=np.int16, count=count)
         ),
-        "flags": arrays.int4(np.fromiter((_flags(run, origin) for run in runs), dtype=np.int32, count=count)),
+        "flags": arrays.int4(
+            np.fromiter((_flags(run, origin) for run in runs), dtype=np.int32, count=count)
+            | np.int32(flags.TRACED if _is_sampled(traceparent) else 0)
+        ),
         # A direct run has a payload of its own, even an empty one: NULL would mean its schedule's.
         "payload": arrays.bytea([run.payload.data for run in runs])
         if has_payload
@@ -122,6 +125,11 @@ def _flags(run: NewRun, origin: Origin) -> int:
     if run.template.on_unknown_outcome is UnknownOutcomePolicy.HOLD:
         bits |= flags.HOLD_UNKNOWN
     return bits
+
+
+def _is_sampled(traceparent: str | None) -> bool:
+    """The lowest bit of the last field."""
+    return traceparent is not None and int(traceparent[-2:], 16) & 1 == 1
 
 
 async def find(

@@ -575,8 +575,8 @@ class TimerStore:
 
     async def load_schedule_heads(
         self, hi: U64, lo: U64, version: npt.ArrayLike
-    ) -> list[tuple[Any, int, str, bytes, str]]:
-        rows: list[tuple[Any, int, str, bytes, str]] = await self._details.run(
+    ) -> list[tuple[Any, int, str, bytes, str, str]]:
+        rows: list[tuple[Any, int, str, bytes, str, str]] = await self._details.run(
             _SQL["load_schedule_heads"], {"uid": arrays.uuid(hi, lo), "version": arrays.int8(version)}
         )
         return rows

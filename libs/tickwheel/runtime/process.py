@@ -74,10 +74,13 @@ class Phase(enum.IntEnum):
 class Process:
     """What `serve` gets: where to register the steps of the end, and to spawn what runs until then."""
 
-    def __init__(self, settings: CommonSettings, metrics: Metrics, health: Health) -> None:
+    def __init__(
+        self, settings: CommonSettings, metrics: Metrics, health: Health, tracing: Tracing | None = None
+    ) -> None:
         self.settings = settings
         self.metrics = metrics
         self.health = health
+        self.tracing = tracing
         self.metrics_port: int | None = None
         """Where `/metrics` and `/healthz` are served; None when they are not."""
         self._steps: dict[Phase, list[tuple[str, Step]]] = {phase: [] for phase in Phase}
@@ -245,7 +248,7 @@ def run_process(settings: CommonSettings, serve: Serve) -> int:
             server = MetricsServer(metrics, health, settings.metrics_host, settings.metrics_port)
             log.info("metrics_served", host=settings.metrics_host, port=server.port)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            code = runner.run(_main(settings, serve, metrics, health, pulse, server))
+            code = runner.run(_main(settings, serve, metrics, health, tracing, pulse, server))
             _cut_off_after(settings.exit_timeout_ms, code)
     except TickwheelError as error:
         log.error("cannot_start", reason=str(error))
@@ -264,10 +267,11 @@ async def _main(
     serve: Serve,
     metrics: Metrics,
     health: Health,
+    tracing: Tracing,
     pulse: LoopPulse,
     server: MetricsServer | None,
 ) -> int:
-    process = Process(settings, metrics, health)
+    process = Process(settings, metrics, health, tracing)
     process.metrics_port = server.port if server is not None else None
     loop = asyncio.get_running_loop()
     signal_count = 0

@@ -15,10 +15,11 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -260,6 +261,32 @@ class MetricsServer:
         self._server.server_close()
 
 
+class ChosenIds:
+    """Random ids, but for the next trace that begins after `choose`. For one thread.
+
+    It has the methods of the SDK's `IdGenerator`, which is not imported by who traces nothing.
+    """
+
+    def __init__(self) -> None:
+        self._trace_id = 0
+        self._span_id = 0
+
+    def choose(self, trace_id: int, span_id: int) -> None:
+        """Of the root span that is started next. Neither may be 0."""
+        self._trace_id, self._span_id = trace_id, span_id
+
+    def generate_trace_id(self) -> int:
+        chosen, self._trace_id = self._trace_id, 0
+        return chosen or int.from_bytes(os.urandom(16), "big") or 1
+
+    def generate_span_id(self) -> int:
+        chosen, self._span_id = self._span_id, 0
+        return chosen or int.from_bytes(os.urandom(8), "big") or 1
+
+    def is_trace_id_random(self) -> bool:
+        return True
+
+
 class Tracing:
     """The process's traces. `shutdown` when it ends."""
 
@@ -268,6 +295,7 @@ class Tracing:
     ) -> None:
         """An empty `endpoint` sets nothing up. Else this is the tracer provider of the whole process."""
         self._provider: Any = None
+        self.ids = ChosenIds()
         if not endpoint:
             return
         # Imported here: whoever traces nothing pays nothing, in memory and at the start either.
@@ -286,7 +314,10 @@ class Tracing:
         )
         # Its own hook at exit waits for the collector without a bound; ours is `shutdown`.
         self._provider = TracerProvider(
-            resource=resource, sampler=ParentBased(TraceIdRatioBased(sample_ratio)), shutdown_on_exit=False
+            resource=resource,
+            sampler=ParentBased(TraceIdRatioBased(sample_ratio)),
+            id_generator=cast(Any, self.ids),
+            shutdown_on_exit=False,
         )
         exporter = OTLPSpanExporter(
             endpoint=endpoint,

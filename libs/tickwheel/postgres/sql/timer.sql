@@ -70,8 +70,8 @@ UNION ALL
 SELECT template_id, body, 2 FROM template_def WHERE template_id = ANY (%(template)s)
 
 -- name: load_schedule_heads
--- The name and the payload of a schedule's version.
-SELECT r.uid, r.version, s.name, r.payload, r.content_type
+-- The name and the payload of a schedule's version, and the trace in which the schedule was created.
+SELECT r.uid, r.version, s.name, r.payload, r.content_type, coalesce(s.traceparent, '')
   FROM unnest(%(uid)s, %(version)s) AS w(uid, version)
   JOIN schedule_revision r ON r.uid = w.uid AND r.version = w.version
   JOIN schedule s ON s.uid = w.uid
