@@ -373,3 +373,102 @@ audit = Table(
     postgresql_partition_by="RANGE (at_us)",
 )
 Index("audit_resource", audit.c.resource, audit.c.at_us)
+
+calendar = Table(
+    "calendar",
+    metadata,
+    Column("uid", UUID(as_uuid=True), primary_key=True),
+    Column("tenant_id", Integer, ForeignKey("tenant.tenant_id"), nullable=False),
+    Column("name", Text, nullable=False),
+    Column("revision", BigInteger, nullable=False),
+    Column("effective_year", SmallInteger, nullable=False),
+    Column("create_us", BigInteger, nullable=False),
+    Column("update_us", BigInteger, nullable=False),
+    Column("delete_us", BigInteger),
+    CheckConstraint("revision >= 1"),
+    Index("calendar_name", "tenant_id", "name", unique=True, postgresql_where=text("delete_us IS NULL")),
+    Index("calendar_list", "tenant_id", "create_us", "uid"),
+)
+
+calendar_revision = Table(
+    "calendar_revision",
+    metadata,
+    Column("uid", UUID(as_uuid=True)),
+    Column("revision", BigInteger, autoincrement=False),
+    Column("display_name", Text, nullable=False),
+    Column("labels", JSONB, nullable=False),
+    Column("source", JSONB, nullable=False),
+    Column("dates", JSONB, nullable=False),
+    Column("effective_year", SmallInteger, nullable=False),
+    Column("principal", Text, nullable=False),
+    Column("create_us", BigInteger, nullable=False),
+    PrimaryKeyConstraint("uid", "revision"),
+)
+
+schedule_calendar = Table(
+    "schedule_calendar",
+    metadata,
+    Column("calendar", UUID(as_uuid=True)),
+    Column("schedule", UUID(as_uuid=True)),
+    PrimaryKeyConstraint("calendar", "schedule"),
+    Index("schedule_calendar_schedule", "schedule"),
+)
+
+operation = Table(
+    "operation",
+    metadata,
+    Column("operation_id", UUID(as_uuid=True), primary_key=True),
+    Column("tenant_id", Integer, nullable=False),
+    Column("kind", SmallInteger, nullable=False),
+    Column("state", SmallInteger, nullable=False),
+    Column("resource", Text, nullable=False),
+    Column("request", JSONB, nullable=False),
+    Column("principal", Text, nullable=False),
+    Column("create_us", BigInteger, nullable=False),
+    Column("update_us", BigInteger, nullable=False),
+    Column("end_us", BigInteger, nullable=False, server_default=text("0")),
+    Column("cancel_us", BigInteger, nullable=False, server_default=text("0")),
+    CheckConstraint("state BETWEEN 1 AND 4"),
+    CheckConstraint("(state = 1) = (end_us = 0)"),
+    Index("operation_open", "create_us", "operation_id", postgresql_where=text("state = 1")),
+    Index("operation_list", "tenant_id", "create_us", "operation_id"),
+)
+
+operation_step = Table(
+    "operation_step",
+    metadata,
+    Column("operation_id", UUID(as_uuid=True)),
+    Column("step", SmallInteger, autoincrement=False),
+    Column("state", SmallInteger, nullable=False),
+    Column("cursor", JSONB, nullable=False),
+    Column("attempt_count", Integer, nullable=False, server_default=text("0")),
+    Column("not_before_us", BigInteger, nullable=False, server_default=text("0")),
+    Column("examined_count", BigInteger, nullable=False, server_default=text("0")),
+    Column("changed_count", BigInteger, nullable=False, server_default=text("0")),
+    Column("skipped_count", BigInteger, nullable=False, server_default=text("0")),
+    Column("last_error", Text),
+    CheckConstraint("state BETWEEN 1 AND 4"),
+    PrimaryKeyConstraint("operation_id", "step"),
+)
+
+operation_move = Table(
+    "operation_move",
+    metadata,
+    Column("operation_id", UUID(as_uuid=True)),
+    Column("schedule", UUID(as_uuid=True)),
+    Column("before_us", BigInteger, nullable=False),
+    Column("after_us", BigInteger, nullable=False),
+    PrimaryKeyConstraint("operation_id", "schedule"),
+)
+
+backfill_claim = Table(
+    "backfill_claim",
+    metadata,
+    Column("schedule", UUID(as_uuid=True)),
+    Column("schedule_us", BigInteger, autoincrement=False),
+    Column("run", UUID(as_uuid=True), nullable=False),
+    Column("operation_id", UUID(as_uuid=True), nullable=False),
+    Column("live", Boolean, nullable=False),
+    PrimaryKeyConstraint("schedule", "schedule_us"),
+    Index("backfill_claim_live", "operation_id", postgresql_where=text("live")),
+)

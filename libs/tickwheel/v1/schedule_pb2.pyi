@@ -97,6 +97,39 @@ DST_OVERLAP_POLICY_FIRST: DstOverlapPolicy.ValueType  # 1
 DST_OVERLAP_POLICY_SECOND: DstOverlapPolicy.ValueType  # 2
 DST_OVERLAP_POLICY_BOTH: DstOverlapPolicy.ValueType  # 3
 
+class _CalendarShift:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _CalendarShiftEnumTypeWrapper(enum_type_wrapper._EnumTypeWrapper[_CalendarShift.ValueType], builtins.type):
+    DESCRIPTOR: descriptor.EnumDescriptor
+    CALENDAR_SHIFT_UNSPECIFIED: _CalendarShift.ValueType  # 0
+    """The default: NONE."""
+    CALENDAR_SHIFT_NONE: _CalendarShift.ValueType  # 1
+    """On a date that is excluded it does not happen; a weekend is as good as any day."""
+    CALENDAR_SHIFT_NEXT_WORKING_DAY: _CalendarShift.ValueType  # 2
+    """At the same time of the next working day. Occurrences that meet there are one. What finds no working day within 31
+    days does not happen.
+    """
+    CALENDAR_SHIFT_PREVIOUS_WORKING_DAY: _CalendarShift.ValueType  # 3
+    """At the same time of the working day before, likewise."""
+
+class CalendarShift(_CalendarShift, metaclass=_CalendarShiftEnumTypeWrapper):
+    """What a cron or RRULE trigger does with an occurrence on a day that is no working day: a Saturday, a Sunday, or a date
+    that the schedule's exclusions name.
+    """
+
+CALENDAR_SHIFT_UNSPECIFIED: CalendarShift.ValueType  # 0
+"""The default: NONE."""
+CALENDAR_SHIFT_NONE: CalendarShift.ValueType  # 1
+"""On a date that is excluded it does not happen; a weekend is as good as any day."""
+CALENDAR_SHIFT_NEXT_WORKING_DAY: CalendarShift.ValueType  # 2
+"""At the same time of the next working day. Occurrences that meet there are one. What finds no working day within 31
+days does not happen.
+"""
+CALENDAR_SHIFT_PREVIOUS_WORKING_DAY: CalendarShift.ValueType  # 3
+"""At the same time of the working day before, likewise."""
+
 @typing.final
 class CronTrigger(message.Message):
     DESCRIPTOR: descriptor.Descriptor
@@ -195,10 +228,12 @@ class Trigger(message.Message):
     TIME_ZONE_FIELD_NUMBER: builtins.int
     DST_GAP_POLICY_FIELD_NUMBER: builtins.int
     DST_OVERLAP_POLICY_FIELD_NUMBER: builtins.int
+    CALENDAR_SHIFT_FIELD_NUMBER: builtins.int
     time_zone: builtins.str
     """An IANA name. Default "UTC"."""
     dst_gap_policy: DstGapPolicy.ValueType
     dst_overlap_policy: DstOverlapPolicy.ValueType
+    calendar_shift: CalendarShift.ValueType
     @builtins.property
     def cron(self) -> CronTrigger: ...
     @builtins.property
@@ -217,10 +252,11 @@ class Trigger(message.Message):
         time_zone: builtins.str = ...,
         dst_gap_policy: DstGapPolicy.ValueType = ...,
         dst_overlap_policy: DstOverlapPolicy.ValueType = ...,
+        calendar_shift: CalendarShift.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["cron", b"cron", "instants", b"instants", "interval", b"interval", "kind", b"kind", "rrule", b"rrule"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["cron", b"cron", "dst_gap_policy", b"dst_gap_policy", "dst_overlap_policy", b"dst_overlap_policy", "instants", b"instants", "interval", b"interval", "kind", b"kind", "rrule", b"rrule", "time_zone", b"time_zone"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["calendar_shift", b"calendar_shift", "cron", b"cron", "dst_gap_policy", b"dst_gap_policy", "dst_overlap_policy", b"dst_overlap_policy", "instants", b"instants", "interval", b"interval", "kind", b"kind", "rrule", b"rrule", "time_zone", b"time_zone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_kind: _TypeAlias = typing.Literal["cron", "interval", "instants", "rrule"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = typing.Literal["kind", b"kind"]  # noqa: Y015
@@ -233,18 +269,26 @@ class Exclusion(message.Message):
     DESCRIPTOR: descriptor.Descriptor
 
     DATES_FIELD_NUMBER: builtins.int
+    CALENDARS_FIELD_NUMBER: builtins.int
     @builtins.property
     def dates(self) -> containers.RepeatedScalarFieldContainer[builtins.str]:
         """ISO 8601 dates in the trigger's zone, such as "2027-12-25". At most 1,000."""
+
+    @builtins.property
+    def calendars(self) -> containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Names of calendars of the same tenant, `tenants/{t}/calendars/{c}`: all their dates, those of later revisions too. At
+        most 20 for a schedule.
+        """
 
     def __init__(
         self,
         *,
         dates: abc.Iterable[builtins.str] | None = ...,
+        calendars: abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["dates", b"dates"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["calendars", b"calendars", "dates", b"dates"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -542,7 +586,9 @@ class ScheduleStatus(message.Message):
     """`tenants/{t}/runs/{r}`."""
     run_count: builtins.int
     tzdata_version: builtins.str
-    """Of the time-zone data from which the next occurrence was computed."""
+    """Of the time-zone data from which the due times of the cluster are computed; one that is newer takes its place when
+    all of them have been computed again.
+    """
     @builtins.property
     def pause(self) -> ScheduleStatus.Pause: ...
     @builtins.property

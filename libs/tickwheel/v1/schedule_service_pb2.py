@@ -24,6 +24,7 @@ _sym_db = _symbol_database.Default()
 
 from google.api import field_behavior_pb2 as google_dot_api_dot_field__behavior__pb2
 from google.api import resource_pb2 as google_dot_api_dot_resource__pb2
+from google.longrunning import operations_pb2 as google_dot_longrunning_dot_operations__pb2
 from google.protobuf import field_mask_pb2 as google_dot_protobuf_dot_field__mask__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 from tickwheel.v1 import job_pb2 as tickwheel_dot_v1_dot_job__pb2
@@ -31,7 +32,7 @@ from tickwheel.v1 import run_pb2 as tickwheel_dot_v1_dot_run__pb2
 from tickwheel.v1 import schedule_pb2 as tickwheel_dot_v1_dot_schedule__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#tickwheel/v1/schedule_service.proto\x12\x0ctickwheel.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a\x19google/api/resource.proto\x1a google/protobuf/field_mask.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x16tickwheel/v1/job.proto\x1a\x16tickwheel/v1/run.proto\x1a\x1btickwheel/v1/schedule.proto\"m\n\x12GetScheduleRequest\x12-\n\x04name\x18\x01 \x01(\tB\x1f\xe2\x41\x01\x02\xfa\x41\x18\n\x16tickwheel.dev/Schedule\x12(\n\x04view\x18\x02 \x01(\x0e\x32\x1a.tickwheel.v1.ResourceView\"\xa3\x01\n\x14ListSchedulesRequest\x12\x14\n\x06parent\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\x12\x0e\n\x06\x66ilter\x18\x04 \x01(\t\x12\x14\n\x0cshow_deleted\x18\x05 \x01(\x08\x12(\n\x04view\x18\x06 \x01(\x0e\x32\x1a.tickwheel.v1.ResourceView\"[\n\x15ListSchedulesResponse\x12)\n\tschedules\x18\x01 \x03(\x0b\x32\x16.tickwheel.v1.Schedule\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\xa3\x01\n\x15\x43reateScheduleRequest\x12\x14\n\x06parent\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x19\n\x0bschedule_id\x18\x02 \x01(\tB\x04\xe2\x41\x01\x02\x12.\n\x08schedule\x18\x03 \x01(\x0b\x32\x16.tickwheel.v1.ScheduleB\x04\xe2\x41\x01\x02\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x15\n\rvalidate_only\x18\x05 \x01(\x08\"\xba\x01\n\x15UpdateScheduleRequest\x12.\n\x08schedule\x18\x01 \x01(\x0b\x32\x16.tickwheel.v1.ScheduleB\x04\xe2\x41\x01\x02\x12/\n\x0bupdate_mask\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.FieldMask\x12\x15\n\rallow_missing\x18\x03 \x01(\x08\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x15\n\rvalidate_only\x18\x05 \x01(\x08\"\x96\x01\n\x15\x44\x65leteScheduleRequest\x12-\n\x04name\x18\x01 \x01(\tB\x1f\xe2\x41\x01\x02\xfa\x41\x18\n\x16tickwheel.dev/Schedule\x12\x0c\n\x04\x65tag\x18\x02 \x01(\t\x12\x15\n\rallow_missing\x18\x03 \x01(\x08\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x15\n\rvalidate_only\x18\x05 \x01(\x08\"\xda\x02\n\x14PauseScheduleRequest\x12-\n\x04name\x18\x01 \x01(\tB\x1f\xe2\x41\x01\x02\xfa\x41\x18\n\x16tickwheel.dev/Schedule\x12\x0c\n\x04\x65tag\x18\x02 \x01(\t\x12\x14\n\x06reason\x18\x03 \x01(\tB\x04\xe2\x41\x01\x02\x12/\n\x0bresume_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12>\n\tlive_runs\x18\x05 \x01(\x0e\x32+.tickwheel.v1.PauseScheduleRequest.LiveRuns\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\x15\n\rvalidate_only\x18\x07 \x01(\x08\"S\n\x08LiveRuns\x12\x19\n\x15LIVE_RUNS_UNSPECIFIED\x10\x00\x12\x16\n\x12LIVE_RUNS_CONTINUE\x10\x01\x12\x14\n\x10LIVE_RUNS_CANCEL\x10\x02\"\xcf\x02\n\x15ResumeScheduleRequest\x12-\n\x04name\x18\x01 \x01(\tB\x1f\xe2\x41\x01\x02\xfa\x41\x18\n\x16tickwheel.dev/Schedule\x12\x0c\n\x04\x65tag\x18\x02 \x01(\t\x12Q\n\x12missed_occurrences\x18\x03 \x01(\x0e\x32\x35.tickwheel.v1.ResumeScheduleRequest.MissedOccurrences\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x15\n\rvalidate_only\x18\x05 \x01(\x08\"{\n\x11MissedOccurrences\x12\"\n\x1eMISSED_OCCURRENCES_UNSPECIFIED\x10\x00\x12\x1b\n\x17MISSED_OCCURRENCES_SKIP\x10\x01\x12%\n!MISSED_OCCURRENCES_MISFIRE_POLICY\x10\x02\"\xae\x01\n\x12RunScheduleRequest\x12-\n\x04name\x18\x01 \x01(\tB\x1f\xe2\x41\x01\x02\xfa\x41\x18\n\x16tickwheel.dev/Schedule\x12&\n\x07payload\x18\x02 \x01(\x0b\x32\x15.tickwheel.v1.Payload\x12\x16\n\x0eignore_overlap\x18\x03 \x01(\x08\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x15\n\rvalidate_only\x18\x05 \x01(\x08\"\xb2\x01\n\x15PreviewTriggerRequest\x12-\n\x08triggers\x18\x01 \x03(\x0b\x32\x15.tickwheel.v1.TriggerB\x04\xe2\x41\x01\x02\x12+\n\nexclusions\x18\x02 \x03(\x0b\x32\x17.tickwheel.v1.Exclusion\x12.\n\nafter_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\r\n\x05\x63ount\x18\x04 \x01(\x05\"n\n\x16PreviewTriggerResponse\x12-\n\x0boccurrences\x18\x01 \x03(\x0b\x32\x18.tickwheel.v1.Occurrence\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x10\n\x08warnings\x18\x03 \x03(\t\"\xed\x01\n\x1eListUpcomingOccurrencesRequest\x12-\n\x04name\x18\x01 \x01(\tB\x1f\xe2\x41\x01\x02\xfa\x41\x18\n\x16tickwheel.dev/Schedule\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\x12.\n\nafter_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12.\n\nuntil_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x15\n\rshow_excluded\x18\x06 \x01(\x08\"\x90\x01\n\x1fListUpcomingOccurrencesResponse\x12-\n\x0boccurrences\x18\x01 \x03(\x0b\x32\x18.tickwheel.v1.Occurrence\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x03 \x01(\t\x12\x10\n\x08warnings\x18\x04 \x03(\t2\xd6\x06\n\x0fScheduleService\x12G\n\x0bGetSchedule\x12 .tickwheel.v1.GetScheduleRequest\x1a\x16.tickwheel.v1.Schedule\x12X\n\rListSchedules\x12\".tickwheel.v1.ListSchedulesRequest\x1a#.tickwheel.v1.ListSchedulesResponse\x12M\n\x0e\x43reateSchedule\x12#.tickwheel.v1.CreateScheduleRequest\x1a\x16.tickwheel.v1.Schedule\x12M\n\x0eUpdateSchedule\x12#.tickwheel.v1.UpdateScheduleRequest\x1a\x16.tickwheel.v1.Schedule\x12M\n\x0e\x44\x65leteSchedule\x12#.tickwheel.v1.DeleteScheduleRequest\x1a\x16.tickwheel.v1.Schedule\x12K\n\rPauseSchedule\x12\".tickwheel.v1.PauseScheduleRequest\x1a\x16.tickwheel.v1.Schedule\x12M\n\x0eResumeSchedule\x12#.tickwheel.v1.ResumeScheduleRequest\x1a\x16.tickwheel.v1.Schedule\x12\x42\n\x0bRunSchedule\x12 .tickwheel.v1.RunScheduleRequest\x1a\x11.tickwheel.v1.Run\x12[\n\x0ePreviewTrigger\x12#.tickwheel.v1.PreviewTriggerRequest\x1a$.tickwheel.v1.PreviewTriggerResponse\x12v\n\x17ListUpcomingOccurrences\x12,.tickwheel.v1.ListUpcomingOccurrencesRequest\x1a-.tickwheel.v1.ListUpcomingOccurrencesResponseB@\n\x10\x64\x65v.tickwheel.v1P\x01Z*tickwheel.dev/api/tickwheel/v1;tickwheelv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#tickwheel/v1/schedule_service.proto\x12\x0ctickwheel.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a\x19google/api/resource.proto\x1a#google/longrunning/operations.proto\x1a google/protobuf/field_mask.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x16tickwheel/v1/job.proto\x1a\x16tickwheel/v1/run.proto\x1a\x1btickwheel/v1/schedule.proto\"m\n\x12GetScheduleRequest\x12-\n\x04name\x18\x01 \x01(\tB\x1f\xe2\x41\x01\x02\xfa\x41\x18\n\x16tickwheel.dev/Schedule\x12(\n\x04view\x18\x02 \x01(\x0e\x32\x1a.tickwheel.v1.ResourceView\"\xa3\x01\n\x14ListSchedulesRequest\x12\x14\n\x06parent\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\x12\x0e\n\x06\x66ilter\x18\x04 \x01(\t\x12\x14\n\x0cshow_deleted\x18\x05 \x01(\x08\x12(\n\x04view\x18\x06 \x01(\x0e\x32\x1a.tickwheel.v1.ResourceView\"[\n\x15ListSchedulesResponse\x12)\n\tschedules\x18\x01 \x03(\x0b\x32\x16.tickwheel.v1.Schedule\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\xa3\x01\n\x15\x43reateScheduleRequest\x12\x14\n\x06parent\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x19\n\x0bschedule_id\x18\x02 \x01(\tB\x04\xe2\x41\x01\x02\x12.\n\x08schedule\x18\x03 \x01(\x0b\x32\x16.tickwheel.v1.ScheduleB\x04\xe2\x41\x01\x02\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x15\n\rvalidate_only\x18\x05 \x01(\x08\"\xba\x01\n\x15UpdateScheduleRequest\x12.\n\x08schedule\x18\x01 \x01(\x0b\x32\x16.tickwheel.v1.ScheduleB\x04\xe2\x41\x01\x02\x12/\n\x0bupdate_mask\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.FieldMask\x12\x15\n\rallow_missing\x18\x03 \x01(\x08\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x15\n\rvalidate_only\x18\x05 \x01(\x08\"\x96\x01\n\x15\x44\x65leteScheduleRequest\x12-\n\x04name\x18\x01 \x01(\tB\x1f\xe2\x41\x01\x02\xfa\x41\x18\n\x16tickwheel.dev/Schedule\x12\x0c\n\x04\x65tag\x18\x02 \x01(\t\x12\x15\n\rallow_missing\x18\x03 \x01(\x08\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x15\n\rvalidate_only\x18\x05 \x01(\x08\"\xda\x02\n\x14PauseScheduleRequest\x12-\n\x04name\x18\x01 \x01(\tB\x1f\xe2\x41\x01\x02\xfa\x41\x18\n\x16tickwheel.dev/Schedule\x12\x0c\n\x04\x65tag\x18\x02 \x01(\t\x12\x14\n\x06reason\x18\x03 \x01(\tB\x04\xe2\x41\x01\x02\x12/\n\x0bresume_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12>\n\tlive_runs\x18\x05 \x01(\x0e\x32+.tickwheel.v1.PauseScheduleRequest.LiveRuns\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\x15\n\rvalidate_only\x18\x07 \x01(\x08\"S\n\x08LiveRuns\x12\x19\n\x15LIVE_RUNS_UNSPECIFIED\x10\x00\x12\x16\n\x12LIVE_RUNS_CONTINUE\x10\x01\x12\x14\n\x10LIVE_RUNS_CANCEL\x10\x02\"\xcf\x02\n\x15ResumeScheduleRequest\x12-\n\x04name\x18\x01 \x01(\tB\x1f\xe2\x41\x01\x02\xfa\x41\x18\n\x16tickwheel.dev/Schedule\x12\x0c\n\x04\x65tag\x18\x02 \x01(\t\x12Q\n\x12missed_occurrences\x18\x03 \x01(\x0e\x32\x35.tickwheel.v1.ResumeScheduleRequest.MissedOccurrences\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x15\n\rvalidate_only\x18\x05 \x01(\x08\"{\n\x11MissedOccurrences\x12\"\n\x1eMISSED_OCCURRENCES_UNSPECIFIED\x10\x00\x12\x1b\n\x17MISSED_OCCURRENCES_SKIP\x10\x01\x12%\n!MISSED_OCCURRENCES_MISFIRE_POLICY\x10\x02\"\xae\x01\n\x12RunScheduleRequest\x12-\n\x04name\x18\x01 \x01(\tB\x1f\xe2\x41\x01\x02\xfa\x41\x18\n\x16tickwheel.dev/Schedule\x12&\n\x07payload\x18\x02 \x01(\x0b\x32\x15.tickwheel.v1.Payload\x12\x16\n\x0eignore_overlap\x18\x03 \x01(\x08\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x15\n\rvalidate_only\x18\x05 \x01(\x08\"\xb2\x01\n\x15PreviewTriggerRequest\x12-\n\x08triggers\x18\x01 \x03(\x0b\x32\x15.tickwheel.v1.TriggerB\x04\xe2\x41\x01\x02\x12+\n\nexclusions\x18\x02 \x03(\x0b\x32\x17.tickwheel.v1.Exclusion\x12.\n\nafter_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\r\n\x05\x63ount\x18\x04 \x01(\x05\"n\n\x16PreviewTriggerResponse\x12-\n\x0boccurrences\x18\x01 \x03(\x0b\x32\x18.tickwheel.v1.Occurrence\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x10\n\x08warnings\x18\x03 \x03(\t\"\xf6\x01\n\x17\x42\x61\x63kfillScheduleRequest\x12-\n\x04name\x18\x01 \x01(\tB\x1f\xe2\x41\x01\x02\xfa\x41\x18\n\x16tickwheel.dev/Schedule\x12\x34\n\nstart_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x04\xe2\x41\x01\x02\x12\x32\n\x08\x65nd_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x04\xe2\x41\x01\x02\x12\x17\n\x0f\x63oncurrency_max\x18\x04 \x01(\x05\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12\x15\n\rvalidate_only\x18\x06 \x01(\x08\"\xed\x01\n\x1eListUpcomingOccurrencesRequest\x12-\n\x04name\x18\x01 \x01(\tB\x1f\xe2\x41\x01\x02\xfa\x41\x18\n\x16tickwheel.dev/Schedule\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\x12.\n\nafter_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12.\n\nuntil_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x15\n\rshow_excluded\x18\x06 \x01(\x08\"\x90\x01\n\x1fListUpcomingOccurrencesResponse\x12-\n\x0boccurrences\x18\x01 \x03(\x0b\x32\x18.tickwheel.v1.Occurrence\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x03 \x01(\t\x12\x10\n\x08warnings\x18\x04 \x03(\t2\xb0\x07\n\x0fScheduleService\x12G\n\x0bGetSchedule\x12 .tickwheel.v1.GetScheduleRequest\x1a\x16.tickwheel.v1.Schedule\x12X\n\rListSchedules\x12\".tickwheel.v1.ListSchedulesRequest\x1a#.tickwheel.v1.ListSchedulesResponse\x12M\n\x0e\x43reateSchedule\x12#.tickwheel.v1.CreateScheduleRequest\x1a\x16.tickwheel.v1.Schedule\x12M\n\x0eUpdateSchedule\x12#.tickwheel.v1.UpdateScheduleRequest\x1a\x16.tickwheel.v1.Schedule\x12M\n\x0e\x44\x65leteSchedule\x12#.tickwheel.v1.DeleteScheduleRequest\x1a\x16.tickwheel.v1.Schedule\x12K\n\rPauseSchedule\x12\".tickwheel.v1.PauseScheduleRequest\x1a\x16.tickwheel.v1.Schedule\x12M\n\x0eResumeSchedule\x12#.tickwheel.v1.ResumeScheduleRequest\x1a\x16.tickwheel.v1.Schedule\x12\x42\n\x0bRunSchedule\x12 .tickwheel.v1.RunScheduleRequest\x1a\x11.tickwheel.v1.Run\x12[\n\x0ePreviewTrigger\x12#.tickwheel.v1.PreviewTriggerRequest\x1a$.tickwheel.v1.PreviewTriggerResponse\x12X\n\x10\x42\x61\x63kfillSchedule\x12%.tickwheel.v1.BackfillScheduleRequest\x1a\x1d.google.longrunning.Operation\x12v\n\x17ListUpcomingOccurrences\x12,.tickwheel.v1.ListUpcomingOccurrencesRequest\x1a-.tickwheel.v1.ListUpcomingOccurrencesResponseB@\n\x10\x64\x65v.tickwheel.v1P\x01Z*tickwheel.dev/api/tickwheel/v1;tickwheelv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -63,38 +64,46 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RUNSCHEDULEREQUEST'].fields_by_name['name']._serialized_options = b'\342A\001\002\372A\030\n\026tickwheel.dev/Schedule'
   _globals['_PREVIEWTRIGGERREQUEST'].fields_by_name['triggers']._loaded_options = None
   _globals['_PREVIEWTRIGGERREQUEST'].fields_by_name['triggers']._serialized_options = b'\342A\001\002'
+  _globals['_BACKFILLSCHEDULEREQUEST'].fields_by_name['name']._loaded_options = None
+  _globals['_BACKFILLSCHEDULEREQUEST'].fields_by_name['name']._serialized_options = b'\342A\001\002\372A\030\n\026tickwheel.dev/Schedule'
+  _globals['_BACKFILLSCHEDULEREQUEST'].fields_by_name['start_time']._loaded_options = None
+  _globals['_BACKFILLSCHEDULEREQUEST'].fields_by_name['start_time']._serialized_options = b'\342A\001\002'
+  _globals['_BACKFILLSCHEDULEREQUEST'].fields_by_name['end_time']._loaded_options = None
+  _globals['_BACKFILLSCHEDULEREQUEST'].fields_by_name['end_time']._serialized_options = b'\342A\001\002'
   _globals['_LISTUPCOMINGOCCURRENCESREQUEST'].fields_by_name['name']._loaded_options = None
   _globals['_LISTUPCOMINGOCCURRENCESREQUEST'].fields_by_name['name']._serialized_options = b'\342A\001\002\372A\030\n\026tickwheel.dev/Schedule'
-  _globals['_GETSCHEDULEREQUEST']._serialized_start=257
-  _globals['_GETSCHEDULEREQUEST']._serialized_end=366
-  _globals['_LISTSCHEDULESREQUEST']._serialized_start=369
-  _globals['_LISTSCHEDULESREQUEST']._serialized_end=532
-  _globals['_LISTSCHEDULESRESPONSE']._serialized_start=534
-  _globals['_LISTSCHEDULESRESPONSE']._serialized_end=625
-  _globals['_CREATESCHEDULEREQUEST']._serialized_start=628
-  _globals['_CREATESCHEDULEREQUEST']._serialized_end=791
-  _globals['_UPDATESCHEDULEREQUEST']._serialized_start=794
-  _globals['_UPDATESCHEDULEREQUEST']._serialized_end=980
-  _globals['_DELETESCHEDULEREQUEST']._serialized_start=983
-  _globals['_DELETESCHEDULEREQUEST']._serialized_end=1133
-  _globals['_PAUSESCHEDULEREQUEST']._serialized_start=1136
-  _globals['_PAUSESCHEDULEREQUEST']._serialized_end=1482
-  _globals['_PAUSESCHEDULEREQUEST_LIVERUNS']._serialized_start=1399
-  _globals['_PAUSESCHEDULEREQUEST_LIVERUNS']._serialized_end=1482
-  _globals['_RESUMESCHEDULEREQUEST']._serialized_start=1485
-  _globals['_RESUMESCHEDULEREQUEST']._serialized_end=1820
-  _globals['_RESUMESCHEDULEREQUEST_MISSEDOCCURRENCES']._serialized_start=1697
-  _globals['_RESUMESCHEDULEREQUEST_MISSEDOCCURRENCES']._serialized_end=1820
-  _globals['_RUNSCHEDULEREQUEST']._serialized_start=1823
-  _globals['_RUNSCHEDULEREQUEST']._serialized_end=1997
-  _globals['_PREVIEWTRIGGERREQUEST']._serialized_start=2000
-  _globals['_PREVIEWTRIGGERREQUEST']._serialized_end=2178
-  _globals['_PREVIEWTRIGGERRESPONSE']._serialized_start=2180
-  _globals['_PREVIEWTRIGGERRESPONSE']._serialized_end=2290
-  _globals['_LISTUPCOMINGOCCURRENCESREQUEST']._serialized_start=2293
-  _globals['_LISTUPCOMINGOCCURRENCESREQUEST']._serialized_end=2530
-  _globals['_LISTUPCOMINGOCCURRENCESRESPONSE']._serialized_start=2533
-  _globals['_LISTUPCOMINGOCCURRENCESRESPONSE']._serialized_end=2677
-  _globals['_SCHEDULESERVICE']._serialized_start=2680
-  _globals['_SCHEDULESERVICE']._serialized_end=3534
+  _globals['_GETSCHEDULEREQUEST']._serialized_start=294
+  _globals['_GETSCHEDULEREQUEST']._serialized_end=403
+  _globals['_LISTSCHEDULESREQUEST']._serialized_start=406
+  _globals['_LISTSCHEDULESREQUEST']._serialized_end=569
+  _globals['_LISTSCHEDULESRESPONSE']._serialized_start=571
+  _globals['_LISTSCHEDULESRESPONSE']._serialized_end=662
+  _globals['_CREATESCHEDULEREQUEST']._serialized_start=665
+  _globals['_CREATESCHEDULEREQUEST']._serialized_end=828
+  _globals['_UPDATESCHEDULEREQUEST']._serialized_start=831
+  _globals['_UPDATESCHEDULEREQUEST']._serialized_end=1017
+  _globals['_DELETESCHEDULEREQUEST']._serialized_start=1020
+  _globals['_DELETESCHEDULEREQUEST']._serialized_end=1170
+  _globals['_PAUSESCHEDULEREQUEST']._serialized_start=1173
+  _globals['_PAUSESCHEDULEREQUEST']._serialized_end=1519
+  _globals['_PAUSESCHEDULEREQUEST_LIVERUNS']._serialized_start=1436
+  _globals['_PAUSESCHEDULEREQUEST_LIVERUNS']._serialized_end=1519
+  _globals['_RESUMESCHEDULEREQUEST']._serialized_start=1522
+  _globals['_RESUMESCHEDULEREQUEST']._serialized_end=1857
+  _globals['_RESUMESCHEDULEREQUEST_MISSEDOCCURRENCES']._serialized_start=1734
+  _globals['_RESUMESCHEDULEREQUEST_MISSEDOCCURRENCES']._serialized_end=1857
+  _globals['_RUNSCHEDULEREQUEST']._serialized_start=1860
+  _globals['_RUNSCHEDULEREQUEST']._serialized_end=2034
+  _globals['_PREVIEWTRIGGERREQUEST']._serialized_start=2037
+  _globals['_PREVIEWTRIGGERREQUEST']._serialized_end=2215
+  _globals['_PREVIEWTRIGGERRESPONSE']._serialized_start=2217
+  _globals['_PREVIEWTRIGGERRESPONSE']._serialized_end=2327
+  _globals['_BACKFILLSCHEDULEREQUEST']._serialized_start=2330
+  _globals['_BACKFILLSCHEDULEREQUEST']._serialized_end=2576
+  _globals['_LISTUPCOMINGOCCURRENCESREQUEST']._serialized_start=2579
+  _globals['_LISTUPCOMINGOCCURRENCESREQUEST']._serialized_end=2816
+  _globals['_LISTUPCOMINGOCCURRENCESRESPONSE']._serialized_start=2819
+  _globals['_LISTUPCOMINGOCCURRENCESRESPONSE']._serialized_end=2963
+  _globals['_SCHEDULESERVICE']._serialized_start=2966
+  _globals['_SCHEDULESERVICE']._serialized_end=3910
 # @@protoc_insertion_point(module_scope)

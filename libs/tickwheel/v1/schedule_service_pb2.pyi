@@ -400,6 +400,45 @@ class PreviewTriggerResponse(message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 @typing.final
+class BackfillScheduleRequest(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    START_TIME_FIELD_NUMBER: builtins.int
+    END_TIME_FIELD_NUMBER: builtins.int
+    CONCURRENCY_MAX_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    VALIDATE_ONLY_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    concurrency_max: builtins.int
+    """So many runs of it wait or run at once; the schedule's overlap policy does not count them. Default 1, at most 1,000."""
+    request_id: builtins.str
+    validate_only: builtins.bool
+    @builtins.property
+    def start_time(self) -> timestamp_pb2.Timestamp:
+        """The first instant of the interval. Occurrences are those that the schedule's present triggers name."""
+
+    @builtins.property
+    def end_time(self) -> timestamp_pb2.Timestamp:
+        """The interval ends before it. Not in the future; what is not decided yet is left to the schedule itself."""
+
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        start_time: timestamp_pb2.Timestamp | None = ...,
+        end_time: timestamp_pb2.Timestamp | None = ...,
+        concurrency_max: builtins.int = ...,
+        request_id: builtins.str = ...,
+        validate_only: builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = typing.Literal["end_time", b"end_time", "start_time", b"start_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["concurrency_max", b"concurrency_max", "end_time", b"end_time", "name", b"name", "request_id", b"request_id", "start_time", b"start_time", "validate_only", b"validate_only"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
 class ListUpcomingOccurrencesRequest(message.Message):
     DESCRIPTOR: descriptor.Descriptor
 

@@ -3,6 +3,7 @@
 import grpc
 import warnings
 
+from google.longrunning import operations_pb2 as google_dot_longrunning_dot_operations__pb2
 from tickwheel.v1 import run_pb2 as tickwheel_dot_v1_dot_run__pb2
 from tickwheel.v1 import schedule_pb2 as tickwheel_dot_v1_dot_schedule__pb2
 from tickwheel.v1 import schedule_service_pb2 as tickwheel_dot_v1_dot_schedule__service__pb2
@@ -82,6 +83,11 @@ class ScheduleServiceStub:
                 request_serializer=tickwheel_dot_v1_dot_schedule__service__pb2.PreviewTriggerRequest.SerializeToString,
                 response_deserializer=tickwheel_dot_v1_dot_schedule__service__pb2.PreviewTriggerResponse.FromString,
                 _registered_method=True)
+        self.BackfillSchedule = channel.unary_unary(
+                '/tickwheel.v1.ScheduleService/BackfillSchedule',
+                request_serializer=tickwheel_dot_v1_dot_schedule__service__pb2.BackfillScheduleRequest.SerializeToString,
+                response_deserializer=google_dot_longrunning_dot_operations__pb2.Operation.FromString,
+                _registered_method=True)
         self.ListUpcomingOccurrences = channel.unary_unary(
                 '/tickwheel.v1.ScheduleService/ListUpcomingOccurrences',
                 request_serializer=tickwheel_dot_v1_dot_schedule__service__pb2.ListUpcomingOccurrencesRequest.SerializeToString,
@@ -154,6 +160,15 @@ class ScheduleServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def BackfillSchedule(self, request, context):
+        """Runs for the occurrences of an interval of the past that have none: those before the schedule's creation, those that
+        a misfire or an overlap policy dropped. An operation that goes on in the background; its metadata is
+        OperationMetadata, its response OperationResult. To do again what ran is a replay, not a backfill.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListUpcomingOccurrences(self, request, context):
         """The next occurrences of a schedule, as its owner will compute them: nominal and due time, the UTC offset, what a
         clock change did to them, and on request what an exclusion leaves out. Those of a paused schedule are the ones that
@@ -210,6 +225,11 @@ def add_ScheduleServiceServicer_to_server(servicer, server):
                     servicer.PreviewTrigger,
                     request_deserializer=tickwheel_dot_v1_dot_schedule__service__pb2.PreviewTriggerRequest.FromString,
                     response_serializer=tickwheel_dot_v1_dot_schedule__service__pb2.PreviewTriggerResponse.SerializeToString,
+            ),
+            'BackfillSchedule': grpc.unary_unary_rpc_method_handler(
+                    servicer.BackfillSchedule,
+                    request_deserializer=tickwheel_dot_v1_dot_schedule__service__pb2.BackfillScheduleRequest.FromString,
+                    response_serializer=google_dot_longrunning_dot_operations__pb2.Operation.SerializeToString,
             ),
             'ListUpcomingOccurrences': grpc.unary_unary_rpc_method_handler(
                     servicer.ListUpcomingOccurrences,
@@ -461,6 +481,33 @@ class ScheduleService:
             '/tickwheel.v1.ScheduleService/PreviewTrigger',
             tickwheel_dot_v1_dot_schedule__service__pb2.PreviewTriggerRequest.SerializeToString,
             tickwheel_dot_v1_dot_schedule__service__pb2.PreviewTriggerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def BackfillSchedule(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tickwheel.v1.ScheduleService/BackfillSchedule',
+            tickwheel_dot_v1_dot_schedule__service__pb2.BackfillScheduleRequest.SerializeToString,
+            google_dot_longrunning_dot_operations__pb2.Operation.FromString,
             options,
             channel_credentials,
             insecure,

@@ -4,6 +4,7 @@ isort:skip_file
 """
 
 from collections import abc as abc
+from google.longrunning import operations_pb2 as operations_pb2
 from grpc import aio as aio
 from tickwheel.v1 import run_pb2 as run_pb2
 from tickwheel.v1 import schedule_pb2 as schedule_pb2
@@ -51,6 +52,11 @@ class ScheduleServiceStub:
     """A run now, beside the schedule's occurrences."""
     PreviewTrigger: grpc.UnaryUnaryMultiCallable[schedule_service_pb2.PreviewTriggerRequest, schedule_service_pb2.PreviewTriggerResponse]
     """The next occurrences of a trigger that need not be stored."""
+    BackfillSchedule: grpc.UnaryUnaryMultiCallable[schedule_service_pb2.BackfillScheduleRequest, operations_pb2.Operation]
+    """Runs for the occurrences of an interval of the past that have none: those before the schedule's creation, those that
+    a misfire or an overlap policy dropped. An operation that goes on in the background; its metadata is
+    OperationMetadata, its response OperationResult. To do again what ran is a replay, not a backfill.
+    """
     ListUpcomingOccurrences: grpc.UnaryUnaryMultiCallable[schedule_service_pb2.ListUpcomingOccurrencesRequest, schedule_service_pb2.ListUpcomingOccurrencesResponse]
     """The next occurrences of a schedule, as its owner will compute them: nominal and due time, the UTC offset, what a
     clock change did to them, and on request what an exclusion leaves out. Those of a paused schedule are the ones that
@@ -78,6 +84,11 @@ class ScheduleServiceAsyncStub(ScheduleServiceStub):
     """A run now, beside the schedule's occurrences."""
     PreviewTrigger: aio.UnaryUnaryMultiCallable[schedule_service_pb2.PreviewTriggerRequest, schedule_service_pb2.PreviewTriggerResponse]  # type: ignore[assignment]
     """The next occurrences of a trigger that need not be stored."""
+    BackfillSchedule: aio.UnaryUnaryMultiCallable[schedule_service_pb2.BackfillScheduleRequest, operations_pb2.Operation]  # type: ignore[assignment]
+    """Runs for the occurrences of an interval of the past that have none: those before the schedule's creation, those that
+    a misfire or an overlap policy dropped. An operation that goes on in the background; its metadata is
+    OperationMetadata, its response OperationResult. To do again what ran is a replay, not a backfill.
+    """
     ListUpcomingOccurrences: aio.UnaryUnaryMultiCallable[schedule_service_pb2.ListUpcomingOccurrencesRequest, schedule_service_pb2.ListUpcomingOccurrencesResponse]  # type: ignore[assignment]
     """The next occurrences of a schedule, as its owner will compute them: nominal and due time, the UTC offset, what a
     clock change did to them, and on request what an exclusion leaves out. Those of a paused schedule are the ones that
@@ -156,6 +167,17 @@ class ScheduleServiceServicer(metaclass=abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[schedule_service_pb2.PreviewTriggerResponse, abc.Awaitable[schedule_service_pb2.PreviewTriggerResponse]]:
         """The next occurrences of a trigger that need not be stored."""
+
+    @abc_1.abstractmethod
+    def BackfillSchedule(
+        self,
+        request: schedule_service_pb2.BackfillScheduleRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[operations_pb2.Operation, abc.Awaitable[operations_pb2.Operation]]:
+        """Runs for the occurrences of an interval of the past that have none: those before the schedule's creation, those that
+        a misfire or an overlap policy dropped. An operation that goes on in the background; its metadata is
+        OperationMetadata, its response OperationResult. To do again what ran is a replay, not a backfill.
+        """
 
     @abc_1.abstractmethod
     def ListUpcomingOccurrences(
