@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, date, datetime, timedelta
 
 from tickwheel.domain import cron
 from tickwheel.domain.cron import CronExpression, DayRule, Dialect
@@ -13,11 +13,20 @@ from tickwheel.domain.recurrence import (
     DstGapPolicy,
     DstOverlapPolicy,
     ExcludingSource,
+    Pattern,
+    ShiftedPattern,
     Source,
     ZonedSource,
 )
-from tickwheel.domain.trigger import NEVER_US, CompiledTrigger, Interval, Trigger, TriggerSet
-from tickwheel.domain.zone import Segment, zone
+from tickwheel.domain.trigger import (
+    NEVER_US,
+    CalendarShift,
+    CompiledTrigger,
+    Interval,
+    Trigger,
+    TriggerSet,
+)
+from tickwheel.domain.zone import DAY_S, Segment, zone
 
 PREVIEW_COUNT_MAX = 1_000
 WARNING_COUNT_MAX = 20
@@ -131,6 +140,9 @@ def occurrence(trigger: CompiledTrigger, instant_us: int) -> PreviewedOccurrence
 def _adjustment(source: ZonedSource, instant_s: int) -> str:
     segment = source.zone.segment(source.zone.index_at(instant_s))
     local_s = instant_s + segment.offset_s
+    moved = _moved_text(source.pattern, local_s)
+    if moved:
+        return moved
     if source.pattern.next_local(local_s) != local_s:
         return _change_sentence(source, segment).rpartition(": ")[0]
     if source.pattern.is_wildcard:
@@ -140,6 +152,18 @@ def _adjustment(source: ZonedSource, instant_s: int) -> str:
     if local_s < segment.seen_until_local_s:
         return f"{_clock(local_s)} happens twice on {_date(local_s)} in this zone: this is the second time"
     return ""
+
+
+def _moved_text(pattern: Pattern, local_s: int) -> str:
+    """From which day a wall time was moved to a working day; empty where it stands on its own."""
+    if not isinstance(pattern, ShiftedPattern):
+        return ""
+    day, time_s = divmod(local_s, DAY_S)
+    sources = pattern.sources_of(day, time_s)
+    if not sources or day in sources:
+        return ""
+    days = _joined([_date(source * DAY_S) for source in sources[:_TIMES_LISTED_MAX]])
+    return f"moved from {days}, no working day"
 
 
 def _clock(local_s: int) -> str:
@@ -167,10 +191,18 @@ def _instant(instant_us: int) -> str:
 # -------------------------------------------------------------------------------------------------------
 
 
-def describe(trigger_set: TriggerSet) -> str:
-    """One sentence, such as ``every working day at 09:00 in Berlin, except on 2 dates``."""
+def describe(
+    trigger_set: TriggerSet, calendars: Sequence[str] = (), own_dates: frozenset[date] | None = None
+) -> str:
+    """One sentence, such as ``every working day at 09:00 in Berlin, except German holidays``.
+
+    ``calendars`` are the names of those whose dates are among the exclusions; ``own_dates`` the dates that
+    are excluded beside them (None: all).
+    """
     text = "; and ".join(_trigger_text(trigger) for trigger in trigger_set.triggers)
-    dates = sorted(trigger_set.exclusions)
+    dates = sorted(trigger_set.exclusions if own_dates is None else own_dates)
+    if calendars:
+        text += f", except {_joined(list(calendars))}"
     if dates:
         listed = _joined([day.isoformat() for day in dates[:3]])
         text += f", except on {listed}" if len(dates) <= 3 else f", except on {len(dates)} dates"
@@ -184,14 +216,19 @@ def describe(trigger_set: TriggerSet) -> str:
 
 
 def _trigger_text(trigger: Trigger) -> str:
+    moved = {
+        CalendarShift.NONE: "",
+        CalendarShift.NEXT_WORKING_DAY: ", moved to the next working day",
+        CalendarShift.PREVIOUS_WORKING_DAY: ", moved to the working day before",
+    }[CalendarShift(trigger.calendar_shift)]
     if trigger.cron is not None:
         expression = cron.parse(trigger.cron.expression, Dialect(trigger.cron.dialect))
-        return f"{_cron_text(expression)} {_place(trigger.time_zone)}"
+        return f"{_cron_text(expression)} {_place(trigger.time_zone)}{moved}"
     if trigger.interval is not None:
         return _interval_text(trigger.interval)
     if trigger.rrule is not None:
         text = " ".join(trigger.rrule.text.split())
-        return f"by the rule {text[:200]} {_place(trigger.time_zone)}"
+        return f"by the rule {text[:200]} {_place(trigger.time_zone)}{moved}"
     instants = sorted(set(trigger.instants_us))
     if len(instants) == 1:
         return f"once, at {_instant(instants[0])}"

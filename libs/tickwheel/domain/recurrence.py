@@ -269,6 +269,151 @@ def _values(mask: int) -> tuple[int, ...]:
     return tuple(value for value in range(mask.bit_length()) if mask >> value & 1)
 
 
+SHIFT_DAYS_MAX = 31
+"""An occurrence that finds no working day within so many days does not happen."""
+_SHIFT_STEPS_MAX = 50_000
+"""Source days that a search passes: more than there are excluded dates, and weekends between them."""
+
+
+class ShiftedPattern:
+    """A pattern whose days that are no working days are moved, times of day and all, to the next or the last
+    one.
+
+    A working day is one from Monday to Friday that is not among the excluded. What moves is the wall time, so
+    clock changes treat it where it arrives. The target never goes back when the source goes on: everything
+    here rests on that.
+    """
+
+    __slots__ = ("_days", "_excluded", "_inner", "_step", "is_wildcard")
+
+    def __init__(self, inner: Pattern, excluded: Iterable[date], *, forward: bool) -> None:
+        self._inner = inner
+        self._excluded = frozenset(day.toordinal() - EPOCH_ORDINAL for day in excluded)
+        self._step = 1 if forward else -1
+        self._days: dict[int, list[int]] = {}
+        self.is_wildcard = inner.is_wildcard
+
+    def _is_working(self, day: int) -> bool:
+        # 1970-01-01 was a Thursday, 4 counted from Sunday.
+        return 1 <= (day + 4) % 7 <= 5 and day not in self._excluded
+
+    def _target(self, day: int) -> int | None:
+        for _ in range(SHIFT_DAYS_MAX + 1):
+            if self._is_working(day):
+                return day
+            day += self._step
+        return None
+
+    def sources(self, day: int) -> list[int]:
+        """The days whose times arrive at a working day, ascending: itself, and those that move to it."""
+        found = [day]
+        for _ in range(SHIFT_DAYS_MAX):
+            day -= self._step
+            if self._is_working(day):
+                break
+            found.append(day)
+        return sorted(found)
+
+    def sources_of(self, day: int, time_s: int) -> list[int]:
+        """The days from which a time of a working day comes, ascending."""
+        return [
+            source
+            for source in self.sources(day)
+            if self._inner.next_local(source * DAY_S + time_s) == source * DAY_S + time_s
+        ]
+
+    def times_on(self, day: int) -> list[int]:
+        """The seconds of a working day, ascending."""
+        known = self._days.get(day)
+        if known is not None:
+            return known
+        times: set[int] = set()
+        for source in self.sources(day):
+            low_s = source * DAY_S
+            times.update(local_s - low_s for local_s in self._inner.take_local(low_s, low_s + DAY_S, DAY_S))
+        if len(self._days) >= 64:
+            self._days.clear()
+        made = self._days[day] = sorted(times)
+        return made
+
+    def _days_from(self, day: int) -> Iterator[int]:
+        """The days at or after one at which something arrives."""
+        source = day if self._step < 0 or not self._is_working(day) else self.sources(day)[0]
+        if self._step > 0 and not self._is_working(day):
+            # What moves from before this day may arrive after it.
+            while not self._is_working(source - 1) and day - source < SHIFT_DAYS_MAX:
+                source -= 1
+        last = None
+        for _ in range(_SHIFT_STEPS_MAX):
+            found_s = self._inner.next_local(source * DAY_S)
+            if found_s is None:
+                return
+            source = found_s // DAY_S
+            target = self._target(source)
+            if target is not None and target >= day and target != last:
+                yield target
+                last = target
+            source += 1
+
+    def _days_back_from(self, day: int, day_min: int) -> Iterator[int]:
+        """The days at or before one, down to `day_min`, at which something arrives."""
+        source, source_min = day, day_min
+        if self._step < 0:
+            source += SHIFT_DAYS_MAX
+        else:
+            source_min -= SHIFT_DAYS_MAX
+        last = None
+        for _ in range(_SHIFT_STEPS_MAX):
+            found = self._inner.take_local_newest(source_min * DAY_S, (source + 1) * DAY_S, 1)
+            if not found:
+                return
+            source = found[0] // DAY_S
+            target = self._target(source)
+            if target is not None and target < day_min:
+                return
+            if target is not None and target <= day and target != last:
+                yield target
+                last = target
+            source -= 1
+
+    def next_local(self, local_s: int) -> int | None:
+        for day in self._days_from(local_s // DAY_S):
+            times = self.times_on(day)
+            index = bisect_left(times, local_s - day * DAY_S)
+            if index < len(times):
+                return day * DAY_S + times[index]
+        return None
+
+    def take_local(self, first_s: int, end_s: int, limit: int) -> list[int]:
+        found: list[int] = []
+        for day in self._days_from(first_s // DAY_S):
+            base_s = day * DAY_S
+            if base_s >= end_s or len(found) >= limit:
+                break
+            found += [base_s + time_s for time_s in self.times_on(day) if first_s <= base_s + time_s < end_s]
+        return found[:limit]
+
+    def take_local_newest(self, first_s: int, end_s: int, limit: int) -> list[int]:
+        reversed_found: list[int] = []
+        for day in self._days_back_from((end_s - 1) // DAY_S, first_s // DAY_S):
+            base_s = day * DAY_S
+            times = [base_s + time_s for time_s in self.times_on(day) if first_s <= base_s + time_s < end_s]
+            reversed_found += reversed(times)
+            if len(reversed_found) >= limit:
+                break
+        return reversed_found[:limit][::-1]
+
+    def count_local(self, first_s: int, end_s: int, count_max: int) -> int:
+        count = 0
+        for day in self._days_from(first_s // DAY_S):
+            base_s = day * DAY_S
+            if base_s >= end_s or count >= count_max:
+                break
+            times = self.times_on(day)
+            count += bisect_left(times, end_s - base_s) - bisect_left(times, first_s - base_s)
+        return count
+
+
 class ZonedSource:
     """A pattern of wall times, as instants of a zone."""
 

@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
+from enum import StrEnum
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,8 @@ from tickwheel.domain.recurrence import (
     ExcludingSource,
     InstantsSource,
     IntervalSource,
+    Pattern,
+    ShiftedPattern,
     Source,
     ZonedSource,
 )
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "NEVER_US",
+    "CalendarShift",
     "CompiledTrigger",
     "Cron",
     "Dialect",
@@ -72,6 +76,15 @@ _COUNT_PAGE = 4_096
 """Occurrences of several triggers that are counted at a time: small enough for a processor's cache."""
 
 
+class CalendarShift(StrEnum):
+    """What becomes of an occurrence on a day that is no working day: a weekend's, or an excluded date."""
+
+    NONE = "NONE"
+    """On an excluded date it does not happen; weekends are days as any other."""
+    NEXT_WORKING_DAY = "NEXT_WORKING_DAY"
+    PREVIOUS_WORKING_DAY = "PREVIOUS_WORKING_DAY"
+
+
 @dataclass(frozen=True, slots=True)
 class Cron:
     expression: str
@@ -104,6 +117,7 @@ class Trigger:
     time_zone: str = "UTC"
     dst_gap_policy: DstGapPolicy = DstGapPolicy.RUN_AT_GAP_END
     dst_overlap_policy: DstOverlapPolicy = DstOverlapPolicy.FIRST
+    calendar_shift: CalendarShift = CalendarShift.NONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,8 +289,10 @@ def compile(trigger_set: TriggerSet, calendar_dates: frozenset[date] = frozenset
     sources: list[Source] = []
     for index, trigger in enumerate(trigger_set.triggers):
         try:
-            source = _source(trigger, trigger_set.start_us)
-            sources.append(ExcludingSource(source, zone(trigger.time_zone), dates) if dates else source)
+            source = _source(trigger, trigger_set.start_us, dates)
+            # A trigger that moves its occurrences has none on an excluded date.
+            excludes = bool(dates) and trigger.calendar_shift == CalendarShift.NONE
+            sources.append(ExcludingSource(source, zone(trigger.time_zone), dates) if excludes else source)
         except (TriggerInvalid, TriggerNeverFires, TimeZoneUnknown) as error:
             raise error.under(f"triggers[{index}]") from error
     compiled = CompiledTrigger(trigger_set, sources)
@@ -318,15 +334,17 @@ def _check_instant(name: str, value_us: int) -> None:
         raise TriggerInvalid(name, "it is not within the years 1970 to 9999")
 
 
-def _source(trigger: Trigger, start_us: int | None) -> Source:
-    """The instants of one trigger, without bounds and exclusions."""
+def _source(trigger: Trigger, start_us: int | None, dates: frozenset[date]) -> Source:
+    """The instants of one trigger, without bounds and exclusions, but moved where the trigger moves."""
     kinds = [trigger.cron, trigger.interval, trigger.instants_us or None, trigger.rrule]
     if sum(kind is not None for kind in kinds) != 1:
         raise TriggerInvalid("trigger", "it is exactly one of cron, interval, instants and rrule")
     in_zone = zone(trigger.time_zone)
     if trigger.cron is not None:
         pattern = CronPattern(cron.parse(trigger.cron.expression, Dialect(trigger.cron.dialect)))
-        return ZonedSource(pattern, in_zone, trigger.dst_gap_policy, trigger.dst_overlap_policy)
+        return _zoned(pattern, trigger, dates)
+    if trigger.calendar_shift != CalendarShift.NONE and trigger.rrule is None:
+        raise TriggerInvalid("calendar_shift", "only a cron or an rrule has days to move from")
     if trigger.interval is not None:
         return _interval_source(trigger.interval)
     if trigger.rrule is not None:
@@ -334,13 +352,20 @@ def _source(trigger: Trigger, start_us: int | None) -> Source:
         from tickwheel.domain import rrule
 
         rule = rrule.parse(trigger.rrule.text, in_zone, start_us)
-        return ZonedSource(rule, in_zone, trigger.dst_gap_policy, trigger.dst_overlap_policy)
+        return _zoned(rule, trigger, dates)
     if len(trigger.instants_us) > INSTANT_COUNT_MAX:
         count = len(trigger.instants_us)
         raise TriggerInvalid("instants", f"{count} instants are more than {INSTANT_COUNT_MAX}")
     for instant_us in trigger.instants_us:
         _check_instant("instants", instant_us)
     return InstantsSource(trigger.instants_us)
+
+
+def _zoned(pattern: Pattern, trigger: Trigger, dates: frozenset[date]) -> ZonedSource:
+    if trigger.calendar_shift != CalendarShift.NONE:
+        forward = trigger.calendar_shift == CalendarShift.NEXT_WORKING_DAY
+        pattern = ShiftedPattern(pattern, dates, forward=forward)
+    return ZonedSource(pattern, zone(trigger.time_zone), trigger.dst_gap_policy, trigger.dst_overlap_policy)
 
 
 def _interval_source(interval: Interval) -> IntervalSource:
@@ -430,6 +455,8 @@ def _trigger_fields(trigger: Trigger) -> dict[str, Any]:
         fields["dst_gap_policy"] = DstGapPolicy(trigger.dst_gap_policy).value
     if trigger.dst_overlap_policy != DstOverlapPolicy.FIRST:
         fields["dst_overlap_policy"] = DstOverlapPolicy(trigger.dst_overlap_policy).value
+    if trigger.calendar_shift != CalendarShift.NONE:
+        fields["calendar_shift"] = CalendarShift(trigger.calendar_shift).value
     return _without_none(fields)
 
 

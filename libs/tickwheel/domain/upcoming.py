@@ -7,7 +7,7 @@ from datetime import date
 
 from tickwheel.domain import describe, trigger
 from tickwheel.domain.recurrence import SECOND_US
-from tickwheel.domain.trigger import CompiledTrigger
+from tickwheel.domain.trigger import CalendarShift, CompiledTrigger
 from tickwheel.domain.zone import EPOCH_ORDINAL, zone
 
 
@@ -36,6 +36,9 @@ def excluded(
     bare = trigger.compile(replace(bounds, exclusions=frozenset(), start_us=None, end_us=None))
     found: dict[int, ExcludedOccurrence] = {}
     for source, member in zip(bare.sources, bare.trigger_set.triggers, strict=True):
+        if member.calendar_shift != CalendarShift.NONE:
+            # It moves what falls on an excluded date: nothing is left out.
+            continue
         in_zone = zone(member.time_zone)
         count = 0
         for day in sorted(bounds.exclusions):
