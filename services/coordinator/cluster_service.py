@@ -49,17 +49,21 @@ class ClusterService(cluster_service_pb2_grpc.ClusterServiceServicer):
     async def WatchTimers(
         self, request: cluster_service_pb2.WatchTimersRequest, context: Context
     ) -> AsyncIterator[cluster_service_pb2.WatchTimersResponse]:
+        view = self._node.view
         while True:
-            view = self._node.view
             changed = asyncio.ensure_future(view.wait_changed())
+            pausing = asyncio.ensure_future(self._node.pause(WATCH_REPEAT_MS / 1_000))
             try:
                 if view.snapshot.revision:
                     # Without Postgres: a worker finds its timers while Postgres is away.
                     timers = _timer_messages(view.snapshot, {})
                     yield cluster_service_pb2.WatchTimersResponse(timers=timers)
-                await asyncio.wait({changed}, timeout=WATCH_REPEAT_MS / 1_000)
+                done, _ = await asyncio.wait({changed, pausing}, return_when=asyncio.FIRST_COMPLETED)
+                if pausing in done:
+                    pausing.result()
             finally:
                 changed.cancel()
+                pausing.cancel()
 
     async def _timers(self) -> list[cluster_service_pb2.Timer]:
         try:

@@ -10,7 +10,7 @@ import sys
 import structlog
 
 from tickwheel.clock import ClusterClock, mono_us
-from tickwheel.errors import StoreUnavailable
+from tickwheel.errors import NodeDraining, StoreUnavailable
 from tickwheel.etcd.client import EtcdClient, EtcdSettings
 from tickwheel.etcd.election import EtcdElection
 from tickwheel.etcd.lease import LeaseSettings, NodeLease
@@ -141,7 +141,14 @@ async def serve(process: Process) -> None:
     port = await server.start(f"{settings.listen_host}:{settings.listen_port}", services)
     # The server's grace is what the phase leaves it.
     process.on_stop(Phase.STOP_TAKING, "rpc", lambda: server.stop(max(100, settings.exit_timeout_ms - 500)))
+    process.on_stop(Phase.STOP_TAKING, "streams", lambda: _end_streams(node))
     log.info("serving", host=settings.listen_host, port=port, node_id=node_id, shards=found.shard_count)
+
+
+async def _end_streams(node: Node) -> None:
+    """Those who listen or wait here go to another coordinator at once."""
+    node.stopping.set()
+    node.waiters.end(NodeDraining(node.node_id))
 
 
 async def _cluster(database: Database) -> cluster.Cluster:

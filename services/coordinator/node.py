@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+from dataclasses import dataclass, field
 
+from tickwheel.errors import NodeDraining
 from tickwheel.etcd.election import EtcdElection
 from tickwheel.etcd.registry import EtcdRegistry
 from tickwheel.postgres.catalog import Catalog
@@ -30,3 +32,14 @@ class Node:
     history: HistoryKeeper
     nudger: Nudger
     waiters: Waiters
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when this coordinator takes nothing new: who listens to it goes to another."""
+
+    async def pause(self, seconds: float) -> None:
+        """Between two rounds of a stream. Raises NodeDraining when this coordinator ends."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self.stopping.wait()
+        except TimeoutError:
+            return
+        raise NodeDraining(self.node_id)

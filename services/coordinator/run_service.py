@@ -392,7 +392,7 @@ class RunService(run_service_pb2_grpc.RunServiceServicer):
                 )
             while len(seen) > 4 * WATCH_RUNS_MAX:
                 del seen[next(iter(seen))]
-            await asyncio.sleep(WATCH_INTERVAL_MS / 1_000)
+            await self._node.pause(WATCH_INTERVAL_MS / 1_000)
 
     async def _look(
         self,

@@ -47,6 +47,13 @@ class Waiters:
                 if not remaining:
                     del self._waiting[run]
 
+    def end(self, error: Exception) -> None:
+        """Tells all who wait that nobody polls for them any more."""
+        for futures in self._waiting.values():
+            for future in futures:
+                if not future.done():
+                    future.set_exception(error)
+
     async def run(self) -> None:
         """Polls while anybody waits, until cancelled."""
         while True:

@@ -206,7 +206,7 @@ async def test_a_worker_of_unary_calls_through_a_coordinator(client: Client, who
     run = await client.runs.create("work", queue=queue, payload=b"in")
     grant = await acquire(whole, queue)
     assert (grant.run, grant.payload.data) == (run.name, b"in")
-    key = {"run": grant.run, "attempt": grant.attempt, "lease_token": grant.lease_token}
+    key: dict[str, Any] = {"run": grant.run, "attempt": grant.attempt, "lease_token": grant.lease_token}
     # Through the other coordinator: none of them keeps anything of it.
     async with grpc.aio.insecure_channel(whole.api_addresses[1]) as channel:
         stub = worker_stub(channel)
@@ -324,6 +324,25 @@ async def test_d_o14_the_leaders_death_stops_neither_the_api_nor_schedules(
     finally:
         member.start()
     await client.schedules.delete(name)
+
+
+async def test_who_waits_at_a_coordinator_that_ends_waits_on_at_another(
+    client: Client, whole: Cluster
+) -> None:
+    run = await client.runs.create("sleep", payload={"seconds": 8})
+    ending = whole["coordinator-1"]
+    async with Client([ending.address, whole["coordinator-2"].address], retry_s_max=30) as both:
+        both._turn = 0
+        waiting = asyncio.create_task(both.runs.wait(run.name, timeout_s=60))
+        await until(lambda: _run_state_is(client, run.name, State.STATE_RUNNING))
+        started = time.monotonic()
+        await asyncio.to_thread(ending.stop)
+        try:
+            assert ending.exit_code == 0
+            assert time.monotonic() - started < 6, "nobody who waits holds it up"
+            assert (await waiting).state == State.STATE_SUCCEEDED
+        finally:
+            await asyncio.to_thread(ending.start)
 
 
 async def test_a_restart_of_postgres_is_waited_out(client: Client, whole: Cluster) -> None:

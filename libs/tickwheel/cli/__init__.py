@@ -91,4 +91,9 @@ def _explain(error: Exception) -> NoReturn:
 
         print_error(error)
         sys.exit(EXIT_FAILED)
+    if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith("tickwheel"):
+        # The base installation is the SDK and the commands that speak to a cluster.
+        print(f"error: this command needs {error.name}, which is not installed", file=sys.stderr)
+        print('install it with: pip install "tickwheel[server,embedded]"', file=sys.stderr)
+        sys.exit(EXIT_FAILED)
     raise error
