@@ -7,16 +7,16 @@ cannot mean a witness that was asleep).
 
 from __future__ import annotations
 
-import json
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psycopg
 from tests.chaos.history import (
     AttemptRow,
     DecisionRow,
-    Event,
     History,
     LeaseRow,
     RunRow,
@@ -72,16 +72,26 @@ def break_the_fence(connection: Connection) -> None:
     connection.execute(_BROKEN_FENCE)
 
 
-def read_sightings(folder: Path) -> list[Sighting]:
-    """Of all worker processes, in the order of time."""
-    found = []
-    for path in sorted(folder.glob("worker-*.jsonl")):
-        for line in path.read_bytes().split(b"\n"):
-            # A process that was killed while it wrote leaves half a line at the most.
-            if line.endswith(b"}"):
-                fields = json.loads(line)
-                found.append(Sighting(**{**fields, "event": Event(fields["event"])}))
-    return sorted(found, key=lambda seen: seen.boot_us)
+class Diaries:
+    """What all worker processes of a folder wrote down. Each line is read once, however often one looks."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._offsets: dict[Path, int] = {}
+        self._seen: list[Sighting] = []
+        self._decode = msgspec.json.Decoder(Sighting).decode
+
+    def read(self) -> Sequence[Sighting]:
+        """Everything by now, in no certain order."""
+        for path in self._folder.glob("worker-*.jsonl"):
+            with path.open("rb") as file:
+                file.seek(self._offsets.get(path, 0))
+                data = file.read()
+            # A line is whole when its end is there: a process that was killed may leave half of one.
+            whole = data.rfind(b"\n") + 1
+            self._offsets[path] = self._offsets.get(path, 0) + whole
+            self._seen.extend(map(self._decode, data[:whole].splitlines()))
+        return self._seen
 
 
 def read_rows(connection: Connection) -> History:

@@ -19,6 +19,7 @@ from typing import Self
 import psutil
 
 CHUNK_BYTES = 1 << 18
+HEAD_BYTES = 512
 AFTERLIFE_S = 2.0
 """So long the server's side of a connection that was cut lives on: it finishes what it was asked."""
 
@@ -34,12 +35,13 @@ class TcpProxy:
     """Forwards to `target` (asked at each connection). A context manager.
 
     held_pids: nothing passes to or from these processes, as if packets were dropped; what waits passes when
-    they are let go. cut: asked for each piece that a client sends, with the first piece that it ever sent.
+    they are let go. cut: asked for each piece that a client sends, with the head of all that it ever sent
+    (which names it, in Postgres' protocol).
     """
 
     def __init__(self, target: Callable[[], tuple[str, int]]) -> None:
         self._target = target
-        self.cut: Callable[[bytes, bytes], Cut | None] = lambda first, piece: None
+        self.cut: Callable[[bytes, bytes], Cut | None] = lambda head, piece: None
         self.cut_count = 0
         self._held_pids: frozenset[int] = frozenset()
         self._changed = threading.Condition()
@@ -100,12 +102,12 @@ class TcpProxy:
         self._sockets -= {client, server}
 
     def _pump(self, client: socket.socket, server: socket.socket, pid: int) -> None:
-        first = b""
+        head = b""
         with contextlib.suppress(OSError):
             while piece := client.recv(CHUNK_BYTES):
-                first = first or piece
+                head += piece[: HEAD_BYTES - len(head)]
                 self._wait_free(pid)
-                cut = self.cut(first, piece)
+                cut = self.cut(head, piece)
                 if cut is not None:
                     self.cut_count += 1
                 if cut is Cut.BEFORE:

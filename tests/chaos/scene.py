@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -23,7 +23,7 @@ import psycopg
 from tests.chaos import evidence
 from tests.chaos.handlers import FOLDER_VARIABLE
 from tests.chaos.history import FOREVER_US, Absence, Complaint, Event, History, Sighting, judge
-from tests.chaos.load import LEASE_MS, Clients, Load, wall_us
+from tests.chaos.load import EDGE_US, LEASE_MS, Clients, Load, wall_us
 from tests.chaos.proxy import TcpProxy
 
 import tickwheel
@@ -82,6 +82,7 @@ class Scene:
     ) -> None:
         self.folder = folder
         self.diaries = folder / "diaries"
+        self._diaries = evidence.Diaries(self.diaries)
         self._counts: dict[Service, int] = {"timer": timers, "coordinator": coordinators, "worker": workers}
         self._timer_settings = SHORT_LEASES | dict(timer_settings or {})
         service_settings: dict[Service, Mapping[str, str]] = {
@@ -110,9 +111,9 @@ class Scene:
     def __enter__(self) -> Self:
         self.diaries.mkdir(parents=True)
         with ExitStack() as stack:
-            stack.callback(self.cluster.stop)
             stack.enter_context(self.worker_proxy)
             stack.enter_context(self.postgres_proxy)
+            stack.callback(self.cluster.stop)
             self.cluster.start_stores()
             evidence.install_witness(self.sql)
             if self._fence_is_broken:
@@ -154,13 +155,15 @@ class Scene:
     def recover(self, seconds: float = 30.0) -> None:
         """Mends everything, for the next test."""
         self.worker_proxy.hold()
-        self.postgres_proxy.cut = lambda first, piece: None
+        self.postgres_proxy.cut = lambda head, piece: None
         self.cluster.postgres.start()
         self.cluster.etcd.start()
         for member in self.cluster.members.values():
             member.resume()
             member.start()
         self.wait_served(seconds)
+        # Those of a test that failed on its way.
+        self.stop_schedules()
 
     @property
     def sql(self) -> psycopg.Connection[Any]:
@@ -224,11 +227,10 @@ class Scene:
         return len(self.log_lines(member, event))
 
     def sightings(self, event: Event | None = None, run: str | None = None) -> list[Sighting]:
-        return [
-            seen
-            for seen in evidence.read_sightings(self.diaries)
-            if event in (None, seen.event) and run in (None, seen.run)
+        found = [
+            seen for seen in self._diaries.read() if event in (None, seen.event) and run in (None, seen.run)
         ]
+        return sorted(found, key=lambda seen: seen.boot_us)
 
     def wait_sighted(self, event: Event, run: str, seconds: float, attempt: int = 1) -> Sighting:
         """Until a worker has seen this of the run's attempt."""
@@ -240,6 +242,15 @@ class Scene:
 
         until(looked, seconds, f"attempt {attempt} of run {run} is {event.value}")
         return found[0]
+
+    def wait_all_sighted(self, event: Event, runs: Sequence[str], seconds: float) -> None:
+        """Until a worker has seen this of each of the runs."""
+        wanted = set(runs)
+        until(
+            lambda: wanted <= {seen.run for seen in self._diaries.read() if seen.event is event},
+            seconds,
+            f"{len(runs)} runs are {event.value}",
+        )
 
     # Faults of workers, of which the judge has to know.
 
@@ -281,7 +292,10 @@ class Scene:
         return until(settled, seconds, "everything drains")
 
     def stop_schedules(self) -> None:
-        """Deletes what still fires, so that the end comes."""
+        """Deletes what still fires, so that the end comes; first lets it catch up, since what is deleted
+        while it is overdue is gone without a word."""
+        overdue = "SELECT NOT EXISTS (SELECT FROM timer WHERE kind = 1 AND due_us < %s)"
+        until(lambda: self.rows(overdue, wall_us() - EDGE_US // 2) == [(True,)], 30, "schedules catch up")
         for name, standing in list(self.clients._standing.items()):
             if standing.paused_at is not None:
                 self.clients.resume(name)
@@ -298,7 +312,7 @@ class Scene:
         history.acknowledged = acknowledged
         history.is_settled = is_settled
         history.read_us = wall_us()
-        history.sightings = evidence.read_sightings(self.diaries)
+        history.sightings = self.sightings()
         return history
 
     def judge(self, settle_seconds: float = 30.0) -> History:

@@ -36,8 +36,7 @@ def test_a_killed_timer_loses_nothing_and_re_runs_nothing(scene: Scene) -> None:
     for name in names:
         clients.create_schedule(name, 500_000, template(ms=5))
     long_runs = clients.create_runs([(template(ms=12_000), 0)] * 30)
-    for run in long_runs:
-        scene.wait_sighted(Event.STARTED, run, 10)
+    scene.wait_all_sighted(Event.STARTED, long_runs, 10)
     with scene.load(run_rate=300, mutated=names[:4], cancel=True):
         time.sleep(2)
         killed_us = wall_us()
