@@ -94,7 +94,7 @@ async def test_f_o12_an_instant_in_the_past_runs_once_now_and_keeps_its_time(cli
 
 
 async def _state_is(client: Client, name: str, state: Any) -> bool:
-    return (await client.schedules.get(name)).status.state == state
+    return bool((await client.schedules.get(name)).status.state == state)
 
 
 async def test_d_o03_a_pause_during_a_run_outlives_the_run(client: Client) -> None:
@@ -131,7 +131,7 @@ async def test_d_o05_a_name_that_is_made_anew_fires_while_the_old_run_lives(clie
 
 
 async def _run_state_is(client: Client, name: str, state: Any) -> bool:
-    return (await client.runs.get(name)).state == state
+    return bool((await client.runs.get(name)).state == state)
 
 
 async def test_d_o04_a_run_is_tried_again_with_the_payload_that_it_was_born_with(
@@ -189,7 +189,8 @@ async def acquire(whole: Cluster, queue: str, wait_s: int = 20) -> worker_servic
         request.wait_duration_max.FromSeconds(wait_s)
         answer = await worker_stub(channel).AcquireLeases(request, timeout=wait_s + 20)
     assert len(answer.grants) == 1, "nothing was granted"
-    return answer.grants[0]
+    grant: worker_service_pb2.Grant = answer.grants[0]
+    return grant
 
 
 async def complete(whole: Cluster, grant: worker_service_pb2.Grant) -> None:

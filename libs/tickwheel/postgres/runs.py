@@ -243,6 +243,7 @@ async def list_page(
         "id_bound": bound,
         "page_max": page_max + 1,
         "scan_max": max(SCAN_ROWS_MAX, page_max + 1) if wanted.state is not None else page_max + 1,
+        "by_state": wanted.state is not None,
         "with_row": False,
         "cancelled": None,
     }

@@ -41,18 +41,22 @@ SELECT k.run, k.shard, r.tenant_id, r.schedule, r.replayed_from, r.template_id, 
 
 -- name: list_rows
 -- One page of a tenant's runs that have a row, newest first. The bound on the id leaves newer partitions out. At most
--- scan_max rows are looked at; which of them match is said on each.
+-- scan_max rows are looked at; with by_state each says whether it is leased now.
 SELECT shard_id, id, create_us, state,
-       EXISTS (SELECT FROM lease l WHERE l.shard_id = r.shard_id AND l.run = r.id AND l.cancel_us = 0) AS runs,
-       EXISTS (SELECT FROM lease l WHERE l.shard_id = r.shard_id AND l.run = r.id AND l.cancel_us > 0) AS cancels
+       %(by_state)s AND EXISTS (
+           SELECT FROM lease l WHERE l.shard_id = r.shard_id AND l.run = r.id AND l.cancel_us = 0) AS runs,
+       %(by_state)s AND EXISTS (
+           SELECT FROM lease l WHERE l.shard_id = r.shard_id AND l.run = r.id AND l.cancel_us > 0) AS cancels
   FROM run r
  WHERE tenant_id = %(tenant)s AND (create_us, id) < (%(before_us)s, %(before_id)s) AND id < %(id_bound)s
  ORDER BY create_us DESC, id DESC LIMIT %(scan_max)s
 
 -- name: list_rows_of_schedule
 SELECT shard_id, id, create_us, state,
-       EXISTS (SELECT FROM lease l WHERE l.shard_id = r.shard_id AND l.run = r.id AND l.cancel_us = 0) AS runs,
-       EXISTS (SELECT FROM lease l WHERE l.shard_id = r.shard_id AND l.run = r.id AND l.cancel_us > 0) AS cancels
+       %(by_state)s AND EXISTS (
+           SELECT FROM lease l WHERE l.shard_id = r.shard_id AND l.run = r.id AND l.cancel_us = 0) AS runs,
+       %(by_state)s AND EXISTS (
+           SELECT FROM lease l WHERE l.shard_id = r.shard_id AND l.run = r.id AND l.cancel_us > 0) AS cancels
   FROM run r
  WHERE schedule = %(schedule)s AND (create_us, id) < (%(before_us)s, %(before_id)s) AND id < %(id_bound)s
  ORDER BY create_us DESC, id DESC LIMIT %(scan_max)s
