@@ -331,8 +331,12 @@ class RunService(run_service_pb2_grpc.RunServiceServicer):
             return Done(answer.SerializeToString(), request.name, reason=reason, changed="state")
 
         response, fresh = await requests.mutate(self._node.database, call, work)
-        if fresh and tell and tell[-1] and not call.validate_only:
-            self._node.nudger.cancels([ids.run_shard(run)], [run])
+        if fresh and tell and not call.validate_only:
+            if tell[-1]:
+                self._node.nudger.cancels([ids.run_shard(run)], [run])
+            else:
+                # Its row is gone: the owner need not keep it in memory until somebody wants to run it.
+                self._node.nudger.row(ids.run_shard(run), run, 0, 0)
         return run_pb2.Run.FromString(response)
 
     async def ListAttempts(

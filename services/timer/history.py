@@ -48,6 +48,8 @@ class History:
         self._known: ClusterFacts | None = None
         self._incarnation = 0
         """The registry's, as last heard."""
+        self._doubt: Doubt | None = None
+        """What this timer found and has not reported yet."""
         self._lease_ms_noted = LEASE_DEFAULT_MS
         self._note_from_us = 0
 
@@ -86,7 +88,7 @@ class History:
             self.halt(f"the cluster was resumed as incarnation {found.incarnation}")
         elif why:
             self.halt(why)
-            self._node.spawn(self._report(Doubt(self._node.timer_id, self._node.incarnation, why)))
+            self._doubt = Doubt(self._node.timer_id, self._node.incarnation, why)
         self.admit()
 
     def halt(self, why: str) -> None:
@@ -113,6 +115,8 @@ class History:
                 self.halt(f"the cluster was resumed as incarnation {self._incarnation}")
             elif self._known is not None and self._known.halted:
                 self.halt(f"the leader found: {self._known.halted}")
+            if self._doubt is not None:
+                await self._report(self._doubt)
             if node.halted:
                 await self._try_to_go_on()
 
@@ -155,6 +159,8 @@ class History:
             await self._node.registry.put_doubt(doubt)
         except RegistryError as error:
             log.warning("doubt_not_reported", reason=str(error))
+        else:
+            self._doubt = None
 
     async def _hold_ms(self, incarnation: int) -> int:
         """How long nothing may be granted under an incarnation that is new to this timer."""

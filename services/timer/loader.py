@@ -125,7 +125,7 @@ class Loader:
                 & (entries.flags[slots] == rows.flags[here])
             )
             replaced = ~same & (entries.state[slots] != IN_BATCH)
-            entries.free(handles[here][replaced])
+            node.forget_rows(handles[here][replaced])
             wanted[np.flatnonzero(here)[replaced]] = True
         fresh = rows.pick(wanted)
         added = entries.add(fresh)
@@ -393,5 +393,5 @@ class Loader:
         gone = handles[(handles >= 0) & ~np.isin(handles, kept)]
         if len(gone):
             gone = gone[node.entries.state[node.entries.slot(gone)] != IN_BATCH]
-            node.entries.free(gone)
+            node.forget_rows(gone)
         await self.take_in(rows)

@@ -37,6 +37,9 @@ class Meters:
             "tickwheel_overlap_skips_total", "Occurrences skipped because a run of the schedule lived."
         )
         self._fenced = metrics.counter("tickwheel_shards_lost_total", "Shards found under another epoch.")
+        self._fenced_calls = metrics.counter(
+            "tickwheel_fenced_writes_total", "Calls to Postgres that found one of their shards lost."
+        )
         self._epochs = metrics.counter("tickwheel_epochs_total", "Epochs raised, by taking shards.")
         self._quarantined = metrics.counter("tickwheel_quarantined_total", "Schedules set aside.")
         self._swept = metrics.counter("tickwheel_swept_total", "Overdue rows that only a sweep found.")
@@ -56,6 +59,14 @@ class Meters:
         self._live = metrics.gauge("tickwheel_leases_live", "Live attempts.")
         self._sessions = metrics.gauge("tickwheel_worker_streams", "Open streams with workers.")
         self._credit = metrics.gauge("tickwheel_credit", "Grants that workers would take now.")
+        self._queue_lag = metrics.top_gauge(
+            "tickwheel_queue_lag_seconds",
+            "Wait of the oldest due row, of the queues that wait most.",
+            "queue",
+        )
+        self._tenant_lag = metrics.top_gauge(
+            "tickwheel_tenant_lag_seconds", "As tickwheel_queue_lag_seconds, of tenants.", "tenant"
+        )
         self._skew = metrics.gauge("tickwheel_clock_skew_seconds", "Wall clock here minus the cluster's.")
         self._uncertainty = metrics.gauge("tickwheel_clock_uncertainty_seconds", "Of the cluster clock here.")
 
@@ -92,6 +103,9 @@ class Meters:
         if missed:
             self._misfires.inc(missed)
 
+    def fenced(self) -> None:
+        self._fenced_calls.inc()
+
     def shards_lost(self, count: int) -> None:
         self._fenced.inc(count)
 
@@ -125,5 +139,26 @@ class Meters:
         self._live.set(len(node.leases))
         self._sessions.set(len(node.sessions))
         self._credit.set(sum(session.credit for session in node.sessions.values()))
+        self._observe_lags(node)
         self._skew.set(node.clock.skew_us / 1e6)
         self._uncertainty.set(node.clock.uncertainty_us / 1e6)
+
+    def _observe_lags(self, node: "TimerNode") -> None:
+        """The longest waits, by queue and by tenant: of everything due here, nothing by its own name."""
+        now_us = node.clock.now_us()
+        catalog = node.catalog
+        queues: dict[str, float] = {}
+        tenants: dict[str, float] = {}
+        for lane in node.lanes:
+            by_route, by_tenant = lane.ready.oldest_of_each()
+            for route, due_us in by_route.items():
+                _keep_longest(queues, catalog.routes.get(route, ("", ""))[0], now_us - due_us)
+            for tenant, due_us in by_tenant.items():
+                _keep_longest(tenants, catalog.tenants.get(tenant, ""), now_us - due_us)
+        self._queue_lag.replace(queues)
+        self._tenant_lag.replace(tenants)
+
+
+def _keep_longest(lags: dict[str, float], name: str, lag_us: int) -> None:
+    if name:
+        lags[name] = max(lags.get(name, 0.0), lag_us / 1e6)

@@ -321,6 +321,17 @@ class TimerNode:
         self.wheel.insert(np.full(len(handles), self.clock.now_us() + delay_us, dtype=np.int64), handles)
         self._tick.set()
 
+    def forget_rows(self, handles: Int64s) -> None:
+        """Rows leave the memory, and the ready queues with it: nobody may ever come to take them there."""
+        entries = self.entries
+        slots = entries.slot(handles)
+        waiting = entries.state[slots] == READY
+        if waiting.any():
+            lanes = self.lane_of[entries.shard[slots]]
+            for lane in self.lanes:
+                lane.ready.discard(handles[waiting & (lanes == lane.number)])
+        entries.free(handles)
+
     def recheck(self, handles: Int64s) -> None:
         """Rows that a batch did not find as they were: read again. If they are the same, they were locked."""
         entries = self.entries

@@ -327,6 +327,8 @@ class Ownership:
     def lost(self, shards: Sequence[int], fence: Fence) -> None:
         """A call under `fence` found these shards under another epoch. Those that we took again since are
         ours."""
+        if shards:
+            self._node.metrics.fenced()
         sent = dict(zip(fence.shards.tolist(), fence.epochs.tolist(), strict=True))
         mine = self._node.epochs
         gone = [s for s in shards if s not in self._retaking and s in mine and mine[s] == sent.get(s)]
@@ -344,7 +346,7 @@ class Ownership:
         for lane in node.lanes:
             lane.drop_ended(slots)
         node.leases.remove(slots)
-        node.entries.drop_shards(sorted(gone))
+        node.forget_rows(node.entries.of_shards(sorted(gone)))
         node.loader.forget(gone)
         node.metrics.shards_lost(len(gone))
         log.info("shards_lost", count=len(gone))

@@ -485,6 +485,19 @@ class ReadyQueues:
         shares = (share for one in found for share in one.shares.values())
         return min((lane.oldest_due_us() for share in shares for lane in share.lanes.values()), default=None)
 
+    def oldest_of_each(self) -> tuple[dict[int, int], dict[int, int]]:
+        """The due time of what has waited longest, by route and by tenant; costs a look at each lane."""
+        self._purge()
+        by_route: dict[int, int] = {}
+        by_tenant: dict[int, int] = {}
+        for route in self._routes.values():
+            for tenant, share in route.shares.items():
+                oldest = min((lane.oldest_due_us() for lane in share.lanes.values()), default=None)
+                if oldest is not None:
+                    by_route[route.route] = min(oldest, by_route.get(route.route, oldest))
+                    by_tenant[tenant] = min(oldest, by_tenant.get(tenant, oldest))
+        return by_route, by_tenant
+
 
 def _ring(route: _Route, tenants: Collection[int] | None) -> Iterable[_Share]:
     """The shares of these tenants in the order of their turns, at the cost of the smaller of the two."""
