@@ -53,40 +53,40 @@ async def mutate(database: Database, call: Call, work: Work) -> tuple[bytes, boo
     """
 
     async def transact(connection: Connection) -> tuple[bytes, bool]:
-        now_us = await cluster_now_us(connection)
         remembers = bool(call.request_id) and not call.validate_only
         if remembers:
-            before = await _answer_before(connection, call, now_us)
+            now_us, before = await _begin(connection, call)
             if before is not None:
                 return before, False
+        else:
+            now_us = await cluster_now_us(connection)
         done = await work(connection, now_us)
-        await connection.execute(_SQL["audit"], _audit(call, done, now_us))
-        if remembers:
-            parameters = {"tenant": call.tenant_id, "request_id": call.request_id, "response": done.response}
-            await connection.execute(_SQL["finish_request"], parameters)
+        parameters = _audit(call, done, now_us) | {"remembers": remembers, "response": done.response}
+        await connection.execute(_SQL["finish"], parameters)
         return done.response, True
 
     return await database.transaction(transact, try_only=call.validate_only)
 
 
-async def _answer_before(connection: Connection, call: Call, now_us: int) -> bytes | None:
+async def _begin(connection: Connection, call: Call) -> tuple[int, bytes | None]:
+    """The cluster clock, and the answer that was given before, if one was."""
     parameters = {
         "tenant": call.tenant_id,
         "request_id": call.request_id,
         "method": call.method,
         "hash": call.request_hash,
-        "now": now_us,
     }
-    if await (await connection.execute(_SQL["begin_request"], parameters)).fetchone() is not None:
-        return None
+    row = await (await connection.execute(_SQL["begin_request"], parameters)).fetchone()
+    if row is not None:
+        return int(row[0]), None
     row = await (await connection.execute(_SQL["read_request"], parameters)).fetchone()
-    # Retention may take it between the two statements; then it is as good as never seen.
     if row is None:
-        return None
+        # Retention took it between the two statements: then it is as good as never seen.
+        return await cluster_now_us(connection), None
     method, request_hash, response = row
     if method != call.method or bytes(request_hash) != call.request_hash:
         raise RequestIdReused(call.request_id, method)
-    return bytes(response)
+    return 0, bytes(response)
 
 
 def _audit(call: Call, done: Done, now_us: int) -> dict[str, object]:

@@ -5,20 +5,22 @@
 SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint + clock_offset_us FROM cluster
 
 -- name: begin_request
--- The first with a request_id goes on; whoever comes with it meanwhile waits here until the first has committed.
+-- The first with a request_id goes on, and is told the cluster clock; whoever comes with it meanwhile waits here until the
+-- first has committed.
 INSERT INTO idempotency (tenant_id, request_id, method, request_hash, response, create_us)
-VALUES (%(tenant)s, %(request_id)s, %(method)s, %(hash)s, '', %(now)s)
-ON CONFLICT DO NOTHING RETURNING 1
+SELECT %(tenant)s, %(request_id)s, %(method)s, %(hash)s, '',
+       (extract(epoch FROM clock_timestamp()) * 1000000)::bigint + clock_offset_us FROM cluster
+ON CONFLICT DO NOTHING RETURNING create_us
 
 -- name: read_request
 -- In a statement of its own: the one above does not see what it waited for.
 SELECT method, request_hash, response FROM idempotency WHERE tenant_id = %(tenant)s AND request_id = %(request_id)s
 
--- name: finish_request
-UPDATE idempotency SET response = %(response)s WHERE tenant_id = %(tenant)s AND request_id = %(request_id)s
-
--- name: audit
--- I9: one record a call.
+-- name: finish
+-- I9: one audit record a call, and the call's answer where it has a request_id.
+WITH answer AS (
+    UPDATE idempotency SET response = %(response)s
+     WHERE %(remembers)s AND tenant_id = %(tenant)s AND request_id = %(request_id)s)
 INSERT INTO audit (at_us, tenant_id, principal, method, resource, request_id, reason, etag_before, etag_after, changed, peer)
 VALUES (%(now)s, %(tenant)s, %(principal)s, %(method)s, %(resource)s, %(request_id)s, %(reason)s, %(etag_before)s,
         %(etag_after)s, %(changed)s, %(peer)s)
