@@ -16,7 +16,7 @@ from tickwheel.ports import RegistryError, RegistrySnapshot, TimerRecord, ViewCh
 from tickwheel.postgres.timer_store import TimerStore
 from tickwheel.rpc.server import RpcServer
 from tickwheel.runtime.config import TimerSettings, load_settings
-from tickwheel.runtime.process import Phase, Process, run_process
+from tickwheel.runtime.process import Phase, Process, collect_less_garbage, run_process
 from tickwheel.services.timer.meters import Meters
 from tickwheel.services.timer.node import LANE_COUNT, TimerNode
 from tickwheel.services.timer.timer_service import TimerService
@@ -73,6 +73,7 @@ async def serve(process: Process) -> None:
     node.external_address = external
     await node.register_again()
 
+    collect_less_garbage()
     for name, loop in node.loops().items():
         process.spawn(loop, name)
     lease = NodeLease(client, LeaseSettings(ttl_ms=settings.etcd_lease_ttl_ms), mono_us)

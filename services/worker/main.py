@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib
 import sys
 from collections.abc import Sequence
 
 from tickwheel.errors import TickwheelError
 from tickwheel.runtime.config import ConfigurationInvalid, WorkerSettings, load_settings
-from tickwheel.runtime.process import Phase, Process, run_process
+from tickwheel.runtime.process import Phase, Process, collect_less_garbage, run_process
 from tickwheel.services.worker import kinds
 from tickwheel.services.worker.metrics import WorkerCollector
 from tickwheel.worker import Worker
-
-GC_ALLOCATIONS = 20_000
-"""More objects than are freed, until the collector looks at the young ones."""
 
 
 class HandlersModuleInvalid(TickwheelError):
@@ -73,9 +69,7 @@ async def serve(process: Process, modules: Sequence[str] = ()) -> None:
     process.on_stop(Phase.RELEASE, "runs", worker.hand_back)
     process.on_stop(Phase.DRAIN, "runs", worker.wait_idle)
     process.on_stop(Phase.STOP_TAKING, "grants", lambda: _stop_taking(worker))
-    # What is loaded by now stays for good, and thousands of live attempts are no garbage to be looked for.
-    gc.freeze()
-    gc.set_threshold(GC_ALLOCATIONS, 20, 50)
+    collect_less_garbage()
     worker.start()
     process.spawn(worker.watch(), "streams")
     await worker.wait_connected()
