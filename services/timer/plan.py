@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tickwheel.domain import flags as bits
-from tickwheel.domain.ids import run_id_head
+from tickwheel.domain.ids import SCHEDULED_RUN_CLASS, run_id_head
 from tickwheel.domain.timer_rows import NEVER_US, Bools, Int16s, Int64s, TimerRows, Uint64s
 from tickwheel.domain.trigger import CompiledTrigger, jitter_offsets_us, next_after_grouped
 
@@ -129,9 +129,9 @@ def number_within_shards(shards: Int16s, counters: Int64s) -> Int64s:
     return numbers
 
 
-def run_id_heads(now_us: int, shards: Int16s, retention_class: int = 0) -> Uint64s:
-    """The high halves of new runs' ids."""
-    base = np.uint64(run_id_head(retention_class, now_us, 0))
+def run_id_heads(now_us: int, shards: Int16s) -> Uint64s:
+    """The high halves of the ids of runs that are born from schedules."""
+    base = np.uint64(run_id_head(SCHEDULED_RUN_CLASS, now_us, 0))
     heads: Uint64s = base | (shards.astype(np.uint64) << np.uint64(32))
     return heads
 

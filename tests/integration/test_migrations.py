@@ -58,7 +58,8 @@ def test_a_new_cluster_has_its_shards_a_default_tenant_and_partitions_ahead(
     assert _one(migrated, "SELECT spread FROM tenant WHERE name = 'default'") == 8
     for parent in ("run", "attempt"):
         count = _one(migrated, "SELECT count(*) FROM pg_inherits WHERE inhparent = %s::regclass", parent)
-        assert count == partitions.DAYS_BACK + 1 + partitions.DAYS_AHEAD
+        days = partitions.DAYS_BACK + 1 + partitions.DAYS_AHEAD
+        assert count == days * len(partitions.RUN_RETENTION_DAYS)
 
 
 def test_the_functions_of_timers_are_in_place(migrated: psycopg.Connection) -> None:
@@ -196,7 +197,7 @@ def test_what_a_lock_keeps_away_is_tried_in_the_next_round(
     with psycopg.connect(fresh_url) as blocker:
         blocker.execute("LOCK TABLE run IN ACCESS EXCLUSIVE MODE")
         done = partitions.maintain(migrated, now_us=(day + 1) * DAY_US, lock_timeout_ms=50)
-        assert done.blocked == [f"run_c0_d{day + 4}"]
+        assert done.blocked == [f"run_c{retention}_d{day + 4}" for retention in (0, 1)]
     assert f"run_c0_d{day + 4}" in partitions.maintain(migrated, now_us=(day + 1) * DAY_US).created
 
 
@@ -206,8 +207,8 @@ def test_one_round_is_under_way_at_a_time(migrated: psycopg.Connection, fresh_ur
         assert partitions.maintain(migrated, now_us=_today(migrated) * DAY_US).skipped
 
 
-def test_a_run_partition_leaves_room_for_its_one_update(migrated: psycopg.Connection) -> None:
-    name = f"run_c0_d{_today(migrated)}"
+def test_a_partition_of_direct_runs_leaves_room_for_their_one_update(migrated: psycopg.Connection) -> None:
+    name = f"run_c1_d{_today(migrated)}"
     options = _one(migrated, "SELECT reloptions FROM pg_class WHERE relname = %s", name)
     assert {"fillfactor=50", "toast_tuple_target=128"} <= set(options)
     storage = _one(

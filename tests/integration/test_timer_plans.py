@@ -166,7 +166,7 @@ async def test_what_is_read_and_set_aside_goes_by_index(world: TimerWorld) -> No
     ("name", "key", "index"),
     [("list_rows", "tenant", "run_list"), ("list_rows_of_schedule", "schedule", "run_of_schedule")],
 )
-async def test_runs_are_listed_newest_first_by_index_and_not_sorted(
+async def test_runs_are_listed_newest_first_by_index_and_sorted_only_within_one_instant(
     world: TimerWorld, name: str, key: str, index: str
 ) -> None:
     """On an ordinary connection, with statistics: what a coordinator has."""
@@ -180,6 +180,7 @@ async def test_runs_are_listed_newest_first_by_index_and_not_sorted(
         "before_id": run,
         "id_bound": uuid.UUID(int=(1 << 128) - 1),
         "scan_max": 100,
+        "by_state": False,
     }
     with psycopg.connect(world.url) as connection:
         connection.execute("SET enable_seqscan = off; SET enable_sort = off")

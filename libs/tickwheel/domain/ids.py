@@ -18,7 +18,10 @@ RUN_ID_PATTERN = re.compile(r"[0-9a-f]{32}")
 SHARD_COUNT_MAX = 4096
 RETENTION_CLASS_MAX = 15
 DAY_US = 86_400_000_000
-DEFAULT_RETENTION_CLASS = 0
+SCHEDULED_RUN_CLASS = 0
+"""The retention class of runs that are born from a schedule: a first success is written once, at its end."""
+DIRECT_RUN_CLASS = 1
+"""Of runs that a caller makes: each has a row from the start, that its end updates in place."""
 
 NO_UUID = bytes(16)
 

@@ -22,13 +22,15 @@ from datetime import UTC, date, datetime, timedelta
 import psycopg
 from psycopg import sql
 
-from tickwheel.domain.ids import DAY_US, DEFAULT_RETENTION_CLASS, run_id_prefix
+from tickwheel.domain.ids import DAY_US, DIRECT_RUN_CLASS, SCHEDULED_RUN_CLASS, run_id_prefix
 from tickwheel.postgres import statements
 
 DAYS_AHEAD = 3
 DAYS_BACK = 1
 MONTHS_AHEAD = 2
-RUN_RETENTION_DAYS: dict[int, int] = {DEFAULT_RETENTION_CLASS: 30}
+RUN_RETENTION_DAYS: dict[int, int] = {SCHEDULED_RUN_CLASS: 30, DIRECT_RUN_CLASS: 30}
+RUN_FILL_FACTORS: dict[int, int] = {SCHEDULED_RUN_CLASS: 95, DIRECT_RUN_CLASS: 50}
+"""Room in the page for the one update of a run (HOT), where a run has one."""
 DEAD_LETTER_RETENTION_DAYS = 90
 AUDIT_RETENTION_DAYS = 366
 IDEMPOTENCY_RETENTION_DAYS = 7
@@ -110,7 +112,10 @@ def _create_ahead(connection: psycopg.Connection, now_us: int, done: Maintained)
             low, high = day_bounds(retention_class, day)
             for parent in _RUN_TABLES:
                 name = f"{parent}_c{retention_class}_d{day}"
-                _create(connection, parent, name, sql.Literal(str(low)), sql.Literal(str(high)), done)
+                fill_factor = RUN_FILL_FACTORS.get(retention_class, 50)
+                _create(
+                    connection, parent, name, sql.Literal(str(low)), sql.Literal(str(high)), done, fill_factor
+                )
     for year, month in _months_around(now_us):
         start_us, end_us = month_bounds(year, month)
         _create(
@@ -133,6 +138,7 @@ def _create(
     low: sql.Literal,
     high: sql.Literal,
     done: Maintained,
+    fill_factor: int = 100,
 ) -> None:
     if connection.execute(_SQL["is_attached"], {"parent": parent, "name": name}).fetchone():
         return
@@ -146,9 +152,11 @@ def _create(
                 ).format(table, above)
             )
             if parent == "run":
-                # Room in the page for the one update of a run (HOT), and its payload out of the way.
+                # Payloads out of the way of what the hot path reads and writes.
                 connection.execute(
-                    sql.SQL("ALTER TABLE {} SET (fillfactor = 50, toast_tuple_target = 128)").format(table)
+                    sql.SQL("ALTER TABLE {} SET (fillfactor = {}, toast_tuple_target = 128)").format(
+                        table, sql.Literal(fill_factor)
+                    )
                 )
                 connection.execute(
                     sql.SQL(

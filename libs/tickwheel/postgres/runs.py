@@ -110,7 +110,7 @@ async def insert(
 def _heads(shards: NDArray[np.int64], now_us: int) -> NDArray[np.uint64]:
     """The first halves of the ids, one for each run: only a few shards are concerned."""
     distinct, inverse = np.unique(shards, return_inverse=True)
-    heads = [ids.run_id_head(ids.DEFAULT_RETENTION_CLASS, now_us, int(shard)) for shard in distinct]
+    heads = [ids.run_id_head(ids.DIRECT_RUN_CLASS, now_us, int(shard)) for shard in distinct]
     return np.array(heads, dtype=np.uint64)[inverse]
 
 

@@ -282,12 +282,11 @@ run = Table(
     CheckConstraint("(state IN (1, 4)) = (end_us = 0)"),
     postgresql_partition_by="RANGE (id)",
 )
-Index("run_list", run.c.tenant_id, run.c.create_us, run.c.id)
+Index("run_list", run.c.tenant_id, run.c.create_us)
 Index(
     "run_of_schedule",
     run.c.schedule,
     run.c.create_us,
-    run.c.id,
     postgresql_where=text("schedule IS NOT NULL"),
 )
 
