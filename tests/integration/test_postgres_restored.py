@@ -206,6 +206,38 @@ def test_a_restored_postgres_stops_all_grants_until_somebody_resumes(world: Worl
         client.cluster.resume()
 
 
+def test_a_promoted_standby_is_waited_out_by_a_timer_that_starts_on_it(world: World) -> None:
+    postgres = world.cluster.postgres
+    world.schedule()
+    world.wait_for_more(4)
+    seen_fences = [fence for _, _, fence in world.executed()]
+    postgres.stop()
+    signal_file = postgres.data_folder / "standby.signal"
+    signal_file.touch()
+    owner = postgres.data_folder.stat()
+    os.chown(signal_file, owner.st_uid, owner.st_gid)
+    postgres.start()
+    assert world.sql("SELECT pg_is_in_recovery()") == [(True,)]
+    assert world.sql("SELECT pg_promote()") == [(True,)]
+
+    reason = until(world.halted_reason, "the cluster says that it stands still")
+    assert "timeline 2, was on 1" in reason
+    halted_at = len(world.executed())
+    late = world.cluster["timer-2"]
+    late.kill9()
+    late.start(wait=False)
+    until(lambda: "timer_waits_for_its_history" in world.log("timer-2"), "it does not join")
+    assert len(world.executed()) == halted_at, "granted from a history that nobody accepted"
+
+    with world.client() as client:
+        client.cluster.resume(hold=HOLD)
+    late.wait_ready()
+    until(lambda: world.sql("SELECT count(DISTINCT owner) FROM shard") == [(2,)], "it takes its share")
+    world.wait_for_more(8)
+    assert min(fence for _, _, fence in world.executed()[halted_at:]) > max(seen_fences)
+    assert not world.sql("SELECT schedule, schedule_us FROM run GROUP BY 1, 2 HAVING count(*) > 1")
+
+
 def test_a_fresh_cluster_and_a_crash_of_postgres_halt_nothing(world: World) -> None:
     world.schedule()
     world.wait_for_more(4)
