@@ -11,7 +11,7 @@ from tickwheel.ports import RegistryRefused, RegistrySnapshot, RegistryUnavailab
 from tickwheel.postgres import cluster
 from tickwheel.postgres.cluster import ShardRow, TimerNodeRow
 from tickwheel.rpc import convert
-from tickwheel.services.coordinator.calls import Context
+from tickwheel.services.coordinator.calls import Context, principal_of
 from tickwheel.services.coordinator.node import Node
 from tickwheel.v1 import cluster_service_pb2, cluster_service_pb2_grpc
 
@@ -130,7 +130,9 @@ class ClusterService(cluster_service_pb2_grpc.ClusterServiceServicer):
         self, request: cluster_service_pb2.ResumeClusterRequest, context: Context
     ) -> cluster_service_pb2.ResumeClusterResponse:
         hold_ms = request.hold_duration.ToMilliseconds() if request.HasField("hold_duration") else None
-        resumption = await self._node.history.resume(force=request.force, hold_ms=hold_ms)
+        resumption = await self._node.history.resume(
+            force=request.force, hold_ms=hold_ms, principal=principal_of(context), peer=context.peer()
+        )
         return cluster_service_pb2.ResumeClusterResponse(
             incarnation=resumption.incarnation, hold_duration=convert.duration(resumption.hold_ms * 1_000)
         )

@@ -139,7 +139,7 @@ class HistoryKeeper:
 
     # Accepting another history.
 
-    async def resume(self, *, force: bool, hold_ms: int | None) -> Resumption:
+    async def resume(self, *, force: bool, hold_ms: int | None, principal: str, peer: str) -> Resumption:
         """Accepts what stands in Postgres now as the cluster's history.
 
         The order makes it safe to break off anywhere and to do again: the reason for the hold, the
@@ -173,7 +173,9 @@ class HistoryKeeper:
             # Its time counts from the change in Postgres: this is a moment before it, so it is put again.
             await self._registry.put_resumption(Resumption(number, await self._database.now_us(), hold_ms))
             await self._registry.raise_incarnation(number)
-            at_us = await history.resume(self._url, number)
+            at_us = await history.resume(
+                self._url, number, principal=principal, peer=peer, reason=why or "forced"
+            )
             resumption = Resumption(number, at_us, hold_ms)
             await self._registry.put_resumption(resumption)
         except RegistryError as error:

@@ -17,6 +17,10 @@ from tickwheel.postgres.timer_store import CommitUnknown, Fence, TimerStore
 SHARDS = 16
 
 
+async def resume(url: str, incarnation: int) -> int:
+    return await history.resume(url, incarnation, principal="ops", peer="test", reason="a drill")
+
+
 async def test_an_owner_that_never_noticed_is_fenced_in_every_shard(migrated_url: str) -> None:
     store = TimerStore(migrated_url, "sleeper", 1)
     try:
@@ -25,7 +29,7 @@ async def test_an_owner_that_never_noticed_is_fenced_in_every_shard(migrated_url
         fence = Fence(np.arange(SHARDS, dtype=np.int16), np.array([epochs[s] for s in range(SHARDS)]))
         assert await store.stamp(fence, 2) == []
         number = history.next_incarnation(0, epochs, before)
-        assert await history.resume(migrated_url, number) > 0
+        assert await resume(migrated_url, number) > 0
         assert sorted(await store.stamp(fence, 3)) == list(range(SHARDS))
         again = await store.take(dict.fromkeys(range(SHARDS), 1), 4)
         assert all(again[shard] > max(epochs[shard], first_epoch(number)) for shard in range(SHARDS))
@@ -41,10 +45,27 @@ async def test_an_incarnation_is_taken_once(migrated_url: str) -> None:
     async with await psycopg.AsyncConnection.connect(migrated_url) as connection:
         found = await history.read_facts(connection)
     number = history.next_incarnation(0, {}, found)
-    await history.resume(migrated_url, number)
+    await resume(migrated_url, number)
     for late in (number, number - 1):
         with pytest.raises(FailedPrecondition):
-            await history.resume(migrated_url, late)
+            await resume(migrated_url, late)
+
+
+async def test_a_resume_is_audited_and_needs_no_partition_for_it(migrated_url: str) -> None:
+    with psycopg.connect(migrated_url, autocommit=True) as connection:
+        ask = "SELECT count(*) FROM audit WHERE method = 'ResumeCluster' AND reason = 'a drill'"
+        before = connection.execute(ask).fetchone()
+        row = connection.execute("SELECT incarnation FROM cluster").fetchone()
+        assert before is not None
+        assert row is not None
+        await resume(migrated_url, row[0] + 1)
+        assert connection.execute(ask).fetchone() == (before[0] + 1,)
+        for (partition,) in connection.execute(
+            "SELECT inhrelid::regclass::text FROM pg_inherits WHERE inhparent = 'audit'::regclass"
+        ).fetchall():
+            connection.execute(f"ALTER TABLE audit DETACH PARTITION {partition}".encode())
+        await resume(migrated_url, row[0] + 2)
+        assert connection.execute("SELECT incarnation FROM cluster").fetchone() == (row[0] + 2,)
 
 
 async def test_whoever_sits_on_a_fence_does_not_hold_up_a_resume(migrated_url: str) -> None:
@@ -55,7 +76,7 @@ async def test_whoever_sits_on_a_fence_does_not_hold_up_a_resume(migrated_url: s
         await holder.execute("SELECT pg_advisory_xact_lock_shared(27767, 3)")
         number = history.next_incarnation(0, {}, await history.read_facts(reader))
         async with asyncio.timeout(20):
-            await history.resume(migrated_url, number)
+            await resume(migrated_url, number)
         assert (await history.read_facts(reader)).incarnation == number
         with pytest.raises(psycopg.OperationalError):
             await holder.execute("SELECT 1")

@@ -93,8 +93,10 @@ def next_incarnation(registry: int, epochs: Mapping[int, int], found: ClusterFac
     return number
 
 
-async def resume(url: str, incarnation: int) -> int:
+async def resume(url: str, incarnation: int, *, principal: str, peer: str, reason: str) -> int:
     """Raises the incarnation in Postgres, with every epoch, under all fences. Gives the cluster's time then.
+
+    Who did it, from where and why goes into the audit.
 
     Whoever holds a fence for too long is ended: what waits for its answer takes its shards again.
 
@@ -102,6 +104,7 @@ async def resume(url: str, incarnation: int) -> int:
         FailedPrecondition: this Postgres has such an incarnation already, or lacks the function.
         StoreUnavailable: out of reach, or the fences could not be had.
     """
+    parameters = {"incarnation": incarnation, "principal": principal, "peer": peer, "reason": reason}
     try:
         async with await psycopg.AsyncConnection.connect(
             url, autocommit=True, connect_timeout=5
@@ -109,9 +112,7 @@ async def resume(url: str, incarnation: int) -> int:
             await connection.execute(f"SET lock_timeout = '{RESUME_LOCK_TIMEOUT_MS}ms'")
             for _ in range(RESUME_TRIES_MAX):
                 try:
-                    row = await (
-                        await connection.execute(_SQL["resume"], {"incarnation": incarnation})
-                    ).fetchone()
+                    row = await (await connection.execute(_SQL["resume"], parameters)).fetchone()
                 except psycopg.errors.LockNotAvailable:
                     await _end(connection, await _holders(connection))
                     continue

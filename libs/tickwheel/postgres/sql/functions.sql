@@ -361,8 +361,10 @@ END $$;
 -- Accepts this history as the cluster's (`tickwheel cluster resume`): every fence alone, then every epoch into the new
 -- incarnation, so that whoever owned a shard in an earlier one, and never noticed, is fenced (I4). One call, as a
 -- timer's writes are: a caller that freezes holds nothing. An incarnation that is not newer changes nothing, and gives
--- NULL. The caller has set a lock_timeout.
-CREATE OR REPLACE FUNCTION tw_resume(p_incarnation integer, OUT at_us bigint)
+-- NULL. The caller has set a lock_timeout. It is audited here (I9); a backup that is older than its newest partition
+-- has no place for that, which must not be what keeps the cluster from going on.
+CREATE OR REPLACE FUNCTION tw_resume(
+    p_incarnation integer, p_principal text, p_peer text, p_reason text, OUT at_us bigint)
 LANGUAGE plpgsql AS $$
 BEGIN
     PERFORM pg_advisory_xact_lock(27767, s) FROM (SELECT shard_id AS s FROM shard ORDER BY shard_id) AS shards;
@@ -373,4 +375,11 @@ BEGIN
     -- 25: EPOCH_TAKING_BITS of domain/shard.py.
     UPDATE shard SET epoch = greatest(epoch, p_incarnation::bigint << 25);
     SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint + c.clock_offset_us INTO at_us FROM cluster c;
+    BEGIN
+        INSERT INTO audit (at_us, tenant_id, principal, method, resource, reason, changed, peer)
+        VALUES (tw_resume.at_us, 0, p_principal, 'ResumeCluster', 'cluster', p_reason,
+                'incarnation ' || p_incarnation, p_peer);
+    EXCEPTION WHEN check_violation THEN
+        RAISE WARNING 'there is no partition for the audit record of this resume';
+    END;
 END $$;

@@ -10,7 +10,7 @@ SELECT (SELECT system_identifier FROM pg_control_system()),
 
 -- name: resume
 -- Every epoch into the new incarnation, each shard's fence held alone: see tw_resume.
-SELECT at_us FROM tw_resume(%(incarnation)s)
+SELECT at_us FROM tw_resume(%(incarnation)s, %(principal)s, %(peer)s, %(reason)s)
 
 -- name: lease_ms_max
 -- The longest lease of which this history knows.
