@@ -264,6 +264,14 @@ class Clients:
         request = schedule_service_pb2.DeleteScheduleRequest(name=_full(name), request_id=str(uuid.uuid4()))
         self._call(self._schedules, "DeleteSchedule", request)
 
+    def forget_windows(self, name: str) -> None:
+        """Nobody can say what of this schedule is due: it was broken on purpose. It is deleted."""
+        uid = self._standing[name].uid
+        self.delete(name)
+        with self._lock:
+            kept = [window for window in self.acknowledged.windows if window.uid != uid]
+            self.acknowledged.windows[:] = kept
+
     def _close_window(self, standing: _Standing) -> None:
         """A mutation begins: what is due until a little before it has to have been decided."""
         window = ActiveWindow(
