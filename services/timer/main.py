@@ -96,6 +96,9 @@ def take_view(node: TimerNode, view: RegistrySnapshot, change: ViewChange) -> No
     """The registry has said something: which shards should be ours."""
     if change is ViewChange.BROKEN:
         return
+    node.peers = frozenset(view.timers) - {node.timer_id} - view.drains
+    if not node.peers:
+        node.emptied.set()
     node.ownership.want(
         {
             shard: assignment.generation
@@ -120,7 +123,8 @@ async def drain(node: TimerNode, registry: EtcdRegistry) -> None:
     except RegistryError as error:
         log.warning("drain_not_asked", reason=str(error))
         return
-    if node.epochs:
+    # With nobody to move to, waiting would only delay the end; the lease's release tells the next timer.
+    while node.epochs and node.peers:
         node.emptied.clear()
         await node.emptied.wait()
     node.drain_streams()

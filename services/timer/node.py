@@ -134,7 +134,9 @@ class TimerNode:
         """None: nobody wants to see any."""
         self.draining = False
         self.emptied = asyncio.Event()
-        """Set when the last shard has gone to another."""
+        """Set when the last shard has gone to another, or there is no other."""
+        self.peers: frozenset[str] = frozenset()
+        """Other timers that could take shards."""
         self._silent_us = settings.heartbeat_interval_ms * 1_500
         self._dead_us = settings.attempt_lease_ttl_ms * 1_000
 
