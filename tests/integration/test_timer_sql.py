@@ -299,6 +299,16 @@ async def test_an_outcome_counts_once_and_only_with_its_token(world: TimerWorld,
     assert [state[:3] for state in states] == [(1, RunState.SUCCEEDED, world.row("run", "true")["fence"])]
 
 
+@pytest.mark.parametrize("row_exists", [False, True])
+async def test_an_outcome_of_a_kind_that_was_not_announced_keeps_its_lease(
+    world: TimerWorld, row_exists: bool
+) -> None:
+    run, token = world.lease(row_exists=row_exists)
+    assert (await world.write(ends=[End(1, run, token, not row_exists)])).outcomes.tolist() == []
+    assert len(world.rows("lease")) == 1
+    assert (await world.write(ends=[End(1, run, token, row_exists)])).outcomes.tolist() == [0]
+
+
 async def test_a_retry_of_yesterdays_run_stays_in_yesterdays_partition(world: TimerWorld) -> None:
     old, token = world.lease(run=new_run(1, day_offset=-1), row_exists=True)
     new, new_token = world.lease(row_exists=True)
@@ -628,7 +638,7 @@ async def test_definitions_heads_details_and_rules_are_found_by_key(world: Timer
     world.connection.execute("UPDATE run SET payload = 'own', content_type = 'c' WHERE id = %s", (run,))
     store = world.store
     assert await store.load_definitions([7, 99], [8]) == ({7: b"cron"}, {8: b"job"})
-    assert await store.load_schedule_heads(*halves([uid]), [1]) == [(uid, 1, uid.hex, b"p", "t")]
+    assert await store.load_schedule_heads(*halves([uid]), [1]) == [(uid, 1, uid.hex, b"p", "t", "")]
     assert await store.load_misfire_rules(*halves([uid]), [1]) == [(uid, 1, {"policy": "SKIP"})]
     assert await store.load_run_details([1], *halves([run])) == [(run, b"own", "c", None, None, None)]
 

@@ -222,7 +222,7 @@ WITH n AS (SELECT * FROM unnest(%s, %s) AS a(shard, run)),
 w AS (
     INSERT INTO timer (due_us, schedule_us, decided_us, version, trigger_id, template_id, ref, tenant_id,
                        route_id, flags, misfire_ms, countdown, shard_id, kind, priority, attempt)
-    SELECT 1000, 1000, 1, 0, 0, 8, n.run, 1, 1, 64 | 5 << 12, 0, 0, n.shard, 2, 0, 0 FROM n)
+    SELECT 1000, 1000, 1, 0, 0, 8, n.run, 1, 1, 64 | (5 << 12), 0, 0, n.shard, 2, 0, 0 FROM n)
 INSERT INTO run (id, template_id, version, schedule_us, create_us, due_us, tenant_id, route_id, shard_id,
                  cause, state, priority, attempt)
 SELECT n.run, 8, 0, 1000, %s, 1000, 1, 1, n.shard, 5, 1, 0, 0 FROM n"""
