@@ -26,7 +26,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.integration.witness_handlers import FILE_VARIABLE
 
 import tickwheel
-from tickwheel.client import BlockingClient
+from tickwheel.client import BlockingClient, make_run, make_template
 from tickwheel.domain.shard import EPOCH_TAKING_BITS, FENCE_GRANT_BITS
 from tickwheel.embedded.cluster import Cluster
 from tickwheel.errors import FailedPrecondition, TickwheelError
@@ -289,11 +289,18 @@ def test_an_owner_that_slept_through_a_resume_writes_nothing_under_its_old_epoch
         """
     )
     until(lambda: world.sql("SELECT 1 FROM seen LIMIT 1"), "grants are seen")
+    # A lease that outlives the default ones: no grant may come before it has run out, whoever remembers it.
+    patient = make_template("witness")
+    patient.lease_duration.FromTimedelta(timedelta(seconds=12))
+    with world.client() as client:
+        client.runs.wait(client.runs.create(run=make_run(template=patient)).name, timeout_s=WAIT_S)
     sleeper = world.cluster["timer-1"]
     sleeper.pause()
     try:
         with world.client() as client:
-            assert client.cluster.resume(force=True, hold=HOLD).incarnation == 1
+            resumed_as = client.cluster.resume(force=True)
+        assert resumed_as.incarnation == 1
+        assert resumed_as.hold_duration.ToTimedelta() == timedelta(seconds=12)
         ((resumed,),) = world.sql("SELECT clock_timestamp()")
     finally:
         sleeper.resume()
