@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 import urllib.request
@@ -140,6 +141,18 @@ def world(postgres_bin_folder: Path | None, monkeypatch: pytest.MonkeyPatch) -> 
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def tickwheel_command(world: World, *arguments: str) -> str:
+    """What the command line says."""
+    command = [sys.executable, "-c", "from tickwheel.cli import main; main()", *arguments]
+    environment = os.environ | {
+        "PYTHONPATH": str(TOP / "libs"),
+        "TICKWHEEL_ADDRESS": world.cluster.api_addresses[0],
+    }
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 def copy_folder(source: Path, target: Path) -> None:
     """With owners and modes: Postgres is particular about its own."""
     subprocess.run(["cp", "-a", str(source), str(target)], check=True)
@@ -229,8 +242,8 @@ def test_a_promoted_standby_is_waited_out_by_a_timer_that_starts_on_it(world: Wo
     until(lambda: "timer_waits_for_its_history" in world.log("timer-2"), "it does not join")
     assert len(world.executed()) == halted_at, "granted from a history that nobody accepted"
 
-    with world.client() as client:
-        client.cluster.resume(hold=HOLD)
+    said = tickwheel_command(world, "cluster", "resume", "--yes", "--hold", "3s")
+    assert "goes on as incarnation 1" in said
     late.wait_ready()
     until(lambda: world.sql("SELECT count(DISTINCT owner) FROM shard") == [(2,)], "it takes its share")
     world.wait_for_more(8)

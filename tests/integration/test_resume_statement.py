@@ -68,6 +68,17 @@ async def test_a_resume_is_audited_and_needs_no_partition_for_it(migrated_url: s
         assert connection.execute("SELECT incarnation FROM cluster").fetchone() == (row[0] + 2,)
 
 
+async def test_a_role_without_privileges_can_tell_histories_apart(migrated_url: str) -> None:
+    async with await psycopg.AsyncConnection.connect(migrated_url) as connection:
+        ours = await history.read_facts(connection)
+        await connection.execute(
+            "CREATE ROLE tw_plain; GRANT SELECT ON cluster TO tw_plain; SET ROLE tw_plain"
+        )
+        theirs = await history.read_facts(connection)
+        assert (theirs.system_identifier, theirs.timeline) == (ours.system_identifier, ours.timeline)
+        await connection.rollback()
+
+
 async def test_whoever_sits_on_a_fence_does_not_hold_up_a_resume(migrated_url: str) -> None:
     async with (
         await psycopg.AsyncConnection.connect(migrated_url) as holder,
