@@ -15,6 +15,7 @@ TickwheelError
 ├── EtagMismatch                 somebody else changed the resource first
 ├── FailedPrecondition           not in this state
 │   ├── StateTransitionForbidden the table of states has no such move
+│   ├── CalendarInUse            a calendar that schedules name is to be deleted
 │   └── LeaseSuperseded          the lease is not the caller's any more
 ├── LimitExceeded                too much at once, or too many
 └── Unavailable                  not now: the same call may succeed later
@@ -143,6 +144,18 @@ class StateTransitionForbidden(FailedPrecondition):
         self.event = event
         self.resource = resource
         super().__init__(f"{resource or 'it'} is {state}: {event} leads nowhere from there")
+
+
+class CalendarInUse(FailedPrecondition):
+    """A calendar that schedules name is to be deleted. Change them first."""
+
+    def __init__(self, resource: str, dependent: str) -> None:
+        self.resource = resource
+        self.dependent = dependent
+        """One of them."""
+        super().__init__(
+            f"{resource} is in use: {dependent} names it; ListCalendarDependents lists all that do"
+        )
 
 
 class LeaseSuperseded(FailedPrecondition):

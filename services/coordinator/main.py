@@ -8,6 +8,7 @@ import asyncio
 import sys
 
 import structlog
+from google.longrunning import operations_pb2, operations_pb2_grpc
 
 from tickwheel.clock import ClusterClock, mono_us
 from tickwheel.errors import NodeDraining, StoreUnavailable
@@ -22,12 +23,15 @@ from tickwheel.postgres.connections import Connection, Database
 from tickwheel.rpc.server import RpcServer
 from tickwheel.runtime.config import ConfigurationInvalid, CoordinatorSettings, load_settings
 from tickwheel.runtime.process import EXIT_CANNOT_START, Phase, Process, run_process
+from tickwheel.services.coordinator.background import Background
+from tickwheel.services.coordinator.calendar_service import CalendarService
 from tickwheel.services.coordinator.cluster_service import ClusterService
 from tickwheel.services.coordinator.dead_letter_service import DeadLetterService
 from tickwheel.services.coordinator.history import HistoryKeeper
 from tickwheel.services.coordinator.leader import maintain_partitions, resume_paused
 from tickwheel.services.coordinator.node import Node
 from tickwheel.services.coordinator.nudges import Nudger
+from tickwheel.services.coordinator.operation_service import OperationService
 from tickwheel.services.coordinator.reconciler import Reconciler, ReconcilerSettings
 from tickwheel.services.coordinator.run_service import RunService
 from tickwheel.services.coordinator.schedule_service import ScheduleService
@@ -36,6 +40,8 @@ from tickwheel.services.coordinator.timer_channels import TimerChannels
 from tickwheel.services.coordinator.waiters import Waiters
 from tickwheel.services.coordinator.worker_service import WorkerService
 from tickwheel.v1 import (
+    calendar_service_pb2,
+    calendar_service_pb2_grpc,
     cluster_service_pb2,
     cluster_service_pb2_grpc,
     dead_letter_service_pb2,
@@ -110,6 +116,8 @@ async def serve(process: Process) -> None:
         waiters=waiters,
     )
     schedule_service = ScheduleService(node)
+    calendar_service = CalendarService(node)
+    background = Background(node, schedule_service, calendar_service)
     reconciler = Reconciler(
         registry,
         election,
@@ -131,13 +139,15 @@ async def serve(process: Process) -> None:
         ("nudger", nudger.run()),
         ("waiters", waiters.run()),
         ("partitions", maintain_partitions(election, database, settings.postgres_url)),
+        ("operations", background.run()),
+        ("recompute-watch", background.watch()),
         ("resumes", resume_paused(election, database, schedule_service.resume_due)),
     ):
         process.spawn(work, name)
     _measure(process, node)
 
     server = RpcServer(deadline_ms_max=CALL_DEADLINE_MS_MAX)
-    services = _register(server, node, schedule_service)
+    services = _register(server, node, schedule_service, calendar_service)
     port = await server.start(f"{settings.listen_host}:{settings.listen_port}", services)
     # The server's grace is what the phase leaves it.
     process.on_stop(Phase.STOP_TAKING, "rpc", lambda: server.stop(max(100, settings.exit_timeout_ms - 500)))
@@ -182,9 +192,13 @@ def etcd_settings(settings: CoordinatorSettings) -> EtcdSettings:
     )
 
 
-def _register(server: RpcServer, node: Node, schedule_service: ScheduleService) -> list[str]:
+def _register(
+    server: RpcServer, node: Node, schedule_service: ScheduleService, calendar_service: CalendarService
+) -> list[str]:
     grpc_server = server.server
     schedule_service_pb2_grpc.add_ScheduleServiceServicer_to_server(schedule_service, grpc_server)
+    calendar_service_pb2_grpc.add_CalendarServiceServicer_to_server(calendar_service, grpc_server)
+    operations_pb2_grpc.add_OperationsServicer_to_server(OperationService(node), grpc_server)
     run_service_pb2_grpc.add_RunServiceServicer_to_server(RunService(node), grpc_server)
     dead_letter_service_pb2_grpc.add_DeadLetterServiceServicer_to_server(DeadLetterService(node), grpc_server)
     cluster_service_pb2_grpc.add_ClusterServiceServicer_to_server(ClusterService(node), grpc_server)
@@ -193,6 +207,8 @@ def _register(server: RpcServer, node: Node, schedule_service: ScheduleService) 
         service.full_name
         for module in (
             schedule_service_pb2,
+            calendar_service_pb2,
+            operations_pb2,
             run_service_pb2,
             dead_letter_service_pb2,
             cluster_service_pb2,

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import secrets
 from dataclasses import dataclass, replace
+from datetime import date
 from typing import Any
 
 import numpy as np
 import structlog
+from google.longrunning import operations_pb2
 from google.protobuf import field_mask_pb2
 from google.protobuf.message import Message
 
@@ -40,13 +42,14 @@ from tickwheel.errors import (
     StateTransitionForbidden,
     TriggerNeverFires,
 )
-from tickwheel.postgres import requests, runs, schedules
+from tickwheel.postgres import calendars, operations, requests, runs, schedules
+from tickwheel.postgres.calendars import SharedDates
 from tickwheel.postgres.catalog import Tenant
 from tickwheel.postgres.connections import Connection, cluster_now_us
 from tickwheel.postgres.requests import Done
 from tickwheel.postgres.schedules import Stored
 from tickwheel.rpc import convert
-from tickwheel.services.coordinator import filters
+from tickwheel.services.coordinator import backfill, filters
 from tickwheel.services.coordinator.calls import (
     Context,
     PageTokens,
@@ -72,6 +75,20 @@ _MUTABLE = ("spec", "labels", "annotations")
 _SPEC = "schedule.spec"
 
 
+SYSTEM = "tickwheel"
+"""The principal of what is done by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recomputed:
+    """A schedule that was computed again, and when it was due before and is now."""
+
+    record: ScheduleRecord
+    before: TimerState
+    after: TimerState
+    is_quarantined: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class _Nudge:
     """What is told to the owner after the commit."""
@@ -86,6 +103,8 @@ class _Nudge:
 class ScheduleService(schedule_service_pb2_grpc.ScheduleServiceServicer):
     def __init__(self, node: Node) -> None:
         self._node = node
+        self.tzdata_version = tzdata_version()
+        """The one that the cluster's due times are computed from, as last looked at."""
 
     # --- Reads --------------------------------------------------------------------------------------------
 
@@ -150,17 +169,58 @@ class ScheduleService(schedule_service_pb2_grpc.ScheduleServiceServicer):
             after_us = convert.time_us(request.after_time, "after_time")
         else:
             after_us = await self._node.database.now_us()
+        named = await self._preview_calendars(request)
         _, compiled = convert.trigger_set(
-            request.triggers, request.exclusions, path="", name=None, default_anchor_us=after_us
+            request.triggers,
+            request.exclusions,
+            path="",
+            name=None,
+            default_anchor_us=after_us,
+            calendars={name: each.dates for name, each in named.items()},
         )
         seen = describe.preview(compiled, after_us, request.count or PREVIEW_COUNT_DEFAULT)
         return schedule_service_pb2.PreviewTriggerResponse(
             occurrences=[
                 convert.occurrence_message(each, each.schedule_time_us) for each in seen.occurrences
             ],
-            description=seen.description,
+            description=describe.describe(
+                compiled.trigger_set,
+                [each.title for each in named.values()],
+                convert.excluded_dates(request.exclusions, ""),
+            ),
             warnings=seen.warnings,
         )
+
+    async def _preview_calendars(
+        self, request: schedule_service_pb2.PreviewTriggerRequest
+    ) -> dict[str, SharedDates]:
+        names = [name for each in request.exclusions for name in each.calendars]
+        if not names:
+            return {}
+        tenant_name, _ = convert.calendar_of(names[0], "exclusions")
+        tenant = await self._node.catalog.tenant(tenant_name)
+        return await self._node.database.read(
+            lambda connection: self._calendars(connection, tenant, request.exclusions, "", locked=False)
+        )
+
+    async def BackfillSchedule(
+        self, request: schedule_service_pb2.BackfillScheduleRequest, context: Context
+    ) -> operations_pb2.Operation:
+        tenant_name, name = convert.schedule_of(request.name)
+        tenant = await self._node.catalog.tenant(tenant_name)
+        call = call_of(context, tenant.tenant_id, "BackfillSchedule", request)
+
+        async def work(connection: Connection, now_us: int) -> Done:
+            stored = await self._locked(connection, tenant, name, "")
+            begun = await backfill.begin(
+                connection, request, stored, tenant.tenant_id, principal_of(context), now_us
+            )
+            totals = await operations.totals(connection, begun.operation_id)
+            answer = convert.operation_message(begun, totals, ())
+            return Done(answer.SerializeToString(), request.name, changed=begun.name)
+
+        response, _ = await requests.mutate(self._node.database, call, work)
+        return operations_pb2.Operation.FromString(response)
 
     async def ListUpcomingOccurrences(
         self, request: schedule_service_pb2.ListUpcomingOccurrencesRequest, context: Context
@@ -178,14 +238,19 @@ class ScheduleService(schedule_service_pb2_grpc.ScheduleServiceServicer):
             until_us = convert.time_us(request.until_time, "until_time") - 1
         tenant = await self._node.catalog.tenant(tenant_name)
 
-        async def ask(connection: Connection) -> tuple[Stored | None, int]:
+        async def ask(connection: Connection) -> tuple[Stored, dict[str, SharedDates], int]:
             found = await schedules.find(connection, tenant.tenant_id, tenant.name, name, full=False)
-            return found, await cluster_now_us(connection)
+            if found is None:
+                raise NotFound(request.name)
+            exclusions = convert.spec_message(found.record.verbatim, None).exclusions
+            wanted = {calendar for _, calendar in convert.named_calendars(exclusions, "spec", tenant.name)}
+            named = await calendars.shared(connection, tenant.tenant_id, wanted, locked=False)
+            return found, named, await cluster_now_us(connection)
 
-        found, now_us = await self._node.database.read(ask)
-        if found is None:
-            raise NotFound(request.name)
+        found, named, now_us = await self._node.database.read(ask)
         record = found.record
+        exclusions = convert.spec_message(record.verbatim, None).exclusions
+        own_dates = convert.excluded_dates(exclusions, "spec")
         compiled = self._node.catalog.compiled(record.trigger_id, found.trigger_body)
         left_count = record.countdown
         if cursor is not None:
@@ -208,7 +273,9 @@ class ScheduleService(schedule_service_pb2_grpc.ScheduleServiceServicer):
             page += [(each.schedule_time_us, each) for each in left_out]
             page = sorted(page, key=lambda item: item[0])[:size]
         response = schedule_service_pb2.ListUpcomingOccurrencesResponse(
-            description=describe.describe(compiled.trigger_set)
+            description=describe.describe(
+                compiled.trigger_set, [each.title for each in named.values()], own_dates
+            )
         )
         for index, (schedule_us, missing) in enumerate(page):
             if index % ROWS_PER_TURN == ROWS_PER_TURN - 1:
@@ -216,7 +283,7 @@ class ScheduleService(schedule_service_pb2_grpc.ScheduleServiceServicer):
             response.occurrences.append(
                 _occurrence(compiled, record.uid, schedule_us)
                 if missing is None
-                else convert.excluded_message(missing, f"the date {missing.day} is excluded")
+                else convert.excluded_message(missing, _exclusion(missing.day, own_dates, named))
             )
         if page:
             response.warnings.extend(describe.clock_change_warnings(compiled, after_us, page[-1][0]))
@@ -251,8 +318,13 @@ class ScheduleService(schedule_service_pb2_grpc.ScheduleServiceServicer):
         now_us: int,
     ) -> tuple[Done, _Nudge | None]:
         full_name = ids.schedule_name(tenant.name, name)
+        named = await self._calendars(connection, tenant, schedule.spec.exclusions, _SPEC, locked=True)
         spec, compiled = convert.schedule_spec(
-            schedule.spec, path=_SPEC, name=full_name, default_anchor_us=now_us
+            schedule.spec,
+            path=_SPEC,
+            name=full_name,
+            default_anchor_us=now_us,
+            calendars={calendar: each.dates for calendar, each in named.items()},
         )
         labels = convert.label_map(schedule.labels, "schedule.labels")
         annotations = convert.annotation_map(schedule.annotations, "schedule.annotations")
@@ -279,6 +351,8 @@ class ScheduleService(schedule_service_pb2_grpc.ScheduleServiceServicer):
             traceparent=traceparent_of(context),
             now_us=now_us,
         )
+        if named:
+            await calendars.link(connection, uid, named.values())
         message = self._message(stored, full=True, compiled=compiled, spec=spec)
         done = Done(message.SerializeToString(), full_name, etag_after=stored.record.etag, changed="*")
         return done, _Nudge(stored.record.shard, uid, state.due_us, now_us)
@@ -333,9 +407,16 @@ class ScheduleService(schedule_service_pb2_grpc.ScheduleServiceServicer):
         nudge: _Nudge | None = None
         trigger_body = stored.trigger_body
         if spec_changed:
+            named = await self._calendars(connection, tenant, merged.spec.exclusions, _SPEC, locked=True)
             spec, compiled = convert.schedule_spec(
-                merged.spec, path=_SPEC, name=wanted.name, default_anchor_us=before.create_us
+                merged.spec,
+                path=_SPEC,
+                name=wanted.name,
+                default_anchor_us=before.create_us,
+                calendars={calendar: each.dates for calendar, each in named.items()},
             )
+            if named or _names_calendars(current.spec):
+                await calendars.link(connection, before.uid, named.values())
             trigger_body = canonical_bytes(spec.triggers)
             after = await self._new_version(
                 connection, tenant, stored, after, spec, compiled, principal_of(context), now_us
@@ -454,6 +535,8 @@ class ScheduleService(schedule_service_pb2_grpc.ScheduleServiceServicer):
                 return Done(missing.SerializeToString(), request.name), None
             _check_etag(stored.record, request.etag)
             await schedules.delete(connection, stored.record, now_us)
+            if _names_calendars(convert.spec_message(stored.record.verbatim, None)):
+                await calendars.link(connection, stored.record.uid, ())
             after = replace(
                 stored.record,
                 delete_us=now_us,
@@ -688,10 +771,81 @@ class ScheduleService(schedule_service_pb2_grpc.ScheduleServiceServicer):
             nudges[:] = [nudge]
             return replace(done, reason="resume_time came")
 
-        call = requests.Call(tenant.tenant_id, "tickwheel", "ResumeSchedule", "", b"", "")
+        call = requests.Call(tenant.tenant_id, SYSTEM, "ResumeSchedule", "", b"", "")
         await requests.mutate(self._node.database, call, work)
         if nudges and nudges[0] is not None:
             self._nudge(nudges[0])
+
+    async def _calendars(
+        self, connection: Connection, tenant: Tenant, exclusions: Any, path: str, *, locked: bool
+    ) -> dict[str, SharedDates]:
+        """The calendars that exclusions name, by id. `locked`: none of them changes before the transaction
+        ends.
+        """
+        wanted = convert.named_calendars(exclusions, path, tenant.name)
+        names = {calendar for _, calendar in wanted}
+        found = await calendars.shared(connection, tenant.tenant_id, names, locked=locked)
+        for field, calendar in wanted:
+            if calendar not in found:
+                raise FieldInvalid(field, f"there is no calendar {calendar}; create it first")
+        return found
+
+    async def recompute(
+        self, connection: Connection, tenant: Tenant, name: str, uid: bytes, now_us: int
+    ) -> Recomputed | None:
+        """Computes a schedule again from its spec and its calendars as they stand; for background work.
+
+        What was due already stays due: it was right when it came. None: nothing had to change, or it is gone.
+        """
+        stored = await schedules.lock(connection, tenant.tenant_id, tenant.name, name)
+        if stored is None or stored.record.uid != uid:
+            return None
+        before = stored.record
+        old = before.timer or TimerState(NEVER_US, NEVER_US, now_us)
+        message = convert.spec_message(before.verbatim, before.payload)
+        try:
+            named = await self._calendars(connection, tenant, message.exclusions, "spec", locked=True)
+            spec, compiled = convert.schedule_spec(
+                message,
+                path="spec",
+                name=ids.schedule_name(tenant.name, name),
+                default_anchor_us=before.create_us,
+                calendars={calendar: each.dates for calendar, each in named.items()},
+            )
+        except InvalidArgument as error:
+            after = replace(before, quarantine_reason=str(error), update_us=now_us, timer=old.never())
+            await schedules.write_timer(connection, after, old.never())
+            await schedules.write(connection, after, now_us)
+            return Recomputed(after, old, old.never(), is_quarantined=True)
+        body = canonical_bytes(spec.triggers)
+        if trigger_id(body) == before.trigger_id and before.quarantine_reason is None:
+            return None
+        after = replace(
+            before,
+            version=before.version + 1,
+            observed_version=before.version + 1,
+            trigger_id=trigger_id(body),
+            quarantine_reason=None,
+            update_us=now_us,
+        )
+        await schedules.insert_version(
+            connection,
+            after,
+            spec,
+            route_id=await self._node.catalog.route_id_in(
+                connection, spec.template.queue, spec.template.kind
+            ),
+            countdown=before.countdown,
+            principal=SYSTEM,
+            now_us=now_us,
+        )
+        is_overdue = old.due_us != NEVER_US and old.schedule_us <= now_us
+        state = old
+        if not is_overdue and before.pause is None and before.countdown != 0:
+            state = state_after(compiled, uid, max(old.decided_us, now_us))
+            await schedules.write_timer(connection, after, state)
+        await schedules.write(connection, after, now_us)
+        return Recomputed(replace(after, timer=state), old, state)
 
     async def _locked(self, connection: Connection, tenant: Tenant, name: str, etag: str) -> Stored:
         stored = await schedules.lock(connection, tenant.tenant_id, tenant.name, name)
@@ -721,13 +875,14 @@ class ScheduleService(schedule_service_pb2_grpc.ScheduleServiceServicer):
         record = stored.record
         message = convert.schedule_message(record)
         status = message.status
-        status.tzdata_version = tzdata_version()
+        status.tzdata_version = self.tzdata_version
         if record.timer is not None and record.timer.decided_us > record.create_us:
             status.last_schedule_time.CopyFrom(convert.timestamp(record.timer.decided_us))
         try:
             if full:
                 if spec is None:
-                    spec, compiled = convert.schedule_spec(
+                    # Without the dates of its calendars: what it is due by is the stored form.
+                    spec, _ = convert.schedule_spec(
                         message.spec, path="spec", name=message.name, default_anchor_us=record.create_us
                     )
                 message.effective_spec.CopyFrom(convert.effective_spec(message.spec, spec))
@@ -744,6 +899,20 @@ class ScheduleService(schedule_service_pb2_grpc.ScheduleServiceServicer):
             # A poison row can still be looked at; its quarantine says the rest.
             log.info("schedule_cannot_be_computed", schedule=record.name, error=str(error))
         return message
+
+
+def _names_calendars(spec: schedule_pb2.ScheduleSpec) -> bool:
+    return any(each.calendars for each in spec.exclusions)
+
+
+def _exclusion(day: date, own_dates: frozenset[date], named: dict[str, SharedDates]) -> str:
+    """Which exclusion a local date owes its silence to."""
+    if day in own_dates:
+        return f"the date {day} is excluded"
+    for name, calendar in named.items():
+        if day in calendar.dates:
+            return f"{day} is in the calendar {name}"
+    return f"{day} was in a calendar; the schedule has not been computed again yet"
 
 
 def _template_id(spec: ScheduleSpec) -> int:

@@ -33,6 +33,7 @@ EXAMPLES: list[errors.TickwheelError] = [
     errors.AlreadyExists("tenants/default/schedules/nightly"),
     errors.EtagMismatch("tenants/default/schedules/nightly", "a-1", "a-2"),
     errors.StateTransitionForbidden("SUCCEEDED", "RELEASE", "tenants/default/runs/x"),
+    errors.CalendarInUse("tenants/default/calendars/holidays", "tenants/default/schedules/nightly"),
     errors.LeaseSuperseded("tenants/default/runs/x", 3, "its lease lapsed"),
     errors.LimitExceeded("requests", 10_000, 10_001),
     errors.ShardMoving(7, 250),

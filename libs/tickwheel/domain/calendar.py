@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date, timedelta
 
-from tickwheel.domain import trigger
+from tickwheel.domain import ids, trigger
 from tickwheel.domain.recurrence import SECOND_US
 from tickwheel.domain.trigger import EXCLUSION_COUNT_MAX, Rrule, Trigger, TriggerSet
 from tickwheel.domain.zone import DAY_S, EPOCH_ORDINAL
@@ -38,6 +38,38 @@ class CalendarSource:
 
     dates: tuple[date, ...] = ()
     rules: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CalendarRecord:
+    """A calendar at one of its revisions."""
+
+    uid: bytes
+    tenant: str
+    name: str
+    """The last part of its name."""
+    revision: int
+    create_us: int
+    update_us: int
+    display_name: str
+    labels: dict[str, str]
+    source: CalendarSource
+    dates: frozenset[date]
+    """The source, worked out up to `effective_year`."""
+    effective_year: int
+
+    @property
+    def etag(self) -> str:
+        """A calendar that was made anew under the same name never has the etag of the one before."""
+        return f"{self.uid.hex()[:8]}-{self.revision}"
+
+    @property
+    def full_name(self) -> str:
+        return calendar_name(self.tenant, self.name)
+
+
+def calendar_name(tenant: str, calendar: str) -> str:
+    return f"{ids.tenant_name(tenant)}/calendars/{calendar}"
 
 
 def year_of(now_us: int) -> int:

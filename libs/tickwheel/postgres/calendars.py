@@ -13,40 +13,12 @@ import msgspec
 import psycopg
 
 from tickwheel.domain import ids
-from tickwheel.domain.calendar import CalendarSource, iso_dates
+from tickwheel.domain.calendar import CalendarRecord, CalendarSource, iso_dates
 from tickwheel.errors import AlreadyExists
 from tickwheel.postgres import statements
 from tickwheel.postgres.connections import Connection
 
 _SQL = statements.load("calendars.sql")
-
-
-@dataclass(frozen=True, slots=True)
-class CalendarRecord:
-    """A calendar at one of its revisions."""
-
-    uid: bytes
-    tenant: str
-    name: str
-    """The last part of its name."""
-    revision: int
-    create_us: int
-    update_us: int
-    display_name: str
-    labels: dict[str, str]
-    source: CalendarSource
-    dates: frozenset[date]
-    """The source, worked out up to `effective_year`."""
-    effective_year: int
-
-    @property
-    def etag(self) -> str:
-        """A calendar that was made anew under the same name never has the etag of the one before."""
-        return f"{self.uid.hex()[:8]}-{self.revision}"
-
-    @property
-    def full_name(self) -> str:
-        return calendar_name(self.tenant, self.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +29,6 @@ class SharedDates:
     dates: frozenset[date]
     title: str
     """Its display name, or its id where it has none."""
-
-
-def calendar_name(tenant: str, calendar: str) -> str:
-    return f"{ids.tenant_name(tenant)}/calendars/{calendar}"
 
 
 async def find(
@@ -183,7 +151,9 @@ async def shared(
     if not names:
         return {}
     parameters = {"tenant": tenant_id, "names": sorted(names)}
-    rows = await (await connection.execute(_SQL["share" if locked else "read"], parameters)).fetchall()
+    if locked:
+        await connection.execute(_SQL["share"], parameters)
+    rows = await (await connection.execute(_SQL["read"], parameters)).fetchall()
     return {
         name: SharedDates(uid.bytes, _dates(dates), title or name.replace("-", " "))
         for name, uid, dates, title in rows

@@ -237,7 +237,7 @@ async def move_timer(connection: Connection, shard: int, row: PlannedRow, state:
 
 
 async def recorded_tzdata(connection: Connection) -> tuple[str, int, bool]:
-    """The version that the cluster's due times are computed from, its shards, and whether it has schedules."""
+    """The version that due times are computed from, the number of shards, and whether there are schedules."""
     row = await (await connection.execute(_SQL["recorded_tzdata"])).fetchone()
     assert row is not None
     return row[0], row[1], row[2]

@@ -12,15 +12,19 @@ from datetime import date
 from typing import Any
 
 import msgspec
+from google.longrunning import operations_pb2
 from google.protobuf import json_format
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.timestamp_pb2 import Timestamp
+from google.rpc import code_pb2
 
 from tickwheel.domain import ids, job, trigger
+from tickwheel.domain.calendar import CalendarRecord, CalendarSource, iso_dates
 from tickwheel.domain.describe import PreviewedOccurrence
 from tickwheel.domain.job import Failure, JobTemplate, Payload, RetryPolicy, Timeouts, UnknownOutcomePolicy
 from tickwheel.domain.misfire import CATCHUP_COUNT_MAX, MisfirePolicy, MisfireRules
+from tickwheel.domain.operation import Move, Operation, OperationState, Totals
 from tickwheel.domain.record import AttemptRecord, DeadLetterRecord, RunRecord
 from tickwheel.domain.schedule import (
     BUFFER_COUNT_DEFAULT,
@@ -33,6 +37,8 @@ from tickwheel.domain.schedule import (
     ScheduleSpec,
 )
 from tickwheel.domain.trigger import (
+    EXCLUSION_COUNT_MAX,
+    CalendarShift,
     CompiledTrigger,
     Cron,
     Dialect,
@@ -45,7 +51,7 @@ from tickwheel.domain.trigger import (
 )
 from tickwheel.domain.upcoming import ExcludedOccurrence
 from tickwheel.errors import FieldInvalid, TimeZoneUnknown, TriggerInvalid, TriggerNeverFires
-from tickwheel.v1 import job_pb2, run_pb2, schedule_pb2
+from tickwheel.v1 import calendar_pb2, job_pb2, operation_pb2, run_pb2, schedule_pb2
 
 TIME_S_MAX = 253_402_300_799
 """9999-12-31T23:59:59Z."""
@@ -56,12 +62,15 @@ ANNOTATION_BYTES_MAX = 64 * 1024
 DISPLAY_NAME_CHARACTERS_MAX = 255
 REASON_CHARACTERS_MAX = 1_024
 DAY_MS = 86_400_000
+CALENDAR_COUNT_MAX = 20
+"""Of one schedule."""
 _EXACT_MAX = 2**53
 DURATION_MS_MAX = 10 * 366 * DAY_MS
 
 _DIALECTS = {1: Dialect.UNIX, 2: Dialect.UNIX_SECONDS, 3: Dialect.QUARTZ}
 _GAPS = {1: DstGapPolicy.RUN_AT_GAP_END, 2: DstGapPolicy.SKIP, 3: DstGapPolicy.RUN_SHIFTED}
 _OVERLAPS = {1: DstOverlapPolicy.FIRST, 2: DstOverlapPolicy.SECOND, 3: DstOverlapPolicy.BOTH}
+_SHIFTS = {1: CalendarShift.NONE, 2: CalendarShift.NEXT_WORKING_DAY, 3: CalendarShift.PREVIOUS_WORKING_DAY}
 _MISFIRES = {1: MisfirePolicy.FIRE_ONCE, 2: MisfirePolicy.FIRE_ALL, 3: MisfirePolicy.SKIP}
 
 
@@ -82,6 +91,16 @@ def schedule_of(name: str, field: str = "name") -> tuple[str, str]:
     if len(parts) != 4 or parts[0] != "tenants" or parts[2] != "schedules":
         raise FieldInvalid(
             field, f"{_shown(name)} is not of the form tenants/{{tenant}}/schedules/{{schedule}}"
+        )
+    return user_id(parts[1], field), user_id(parts[3], field)
+
+
+def calendar_of(name: str, field: str = "name") -> tuple[str, str]:
+    """The tenant's and the calendar's id in `tenants/{t}/calendars/{c}`."""
+    parts = name.split("/")
+    if len(parts) != 4 or parts[0] != "tenants" or parts[2] != "calendars":
+        raise FieldInvalid(
+            field, f"{_shown(name)} is not of the form tenants/{{tenant}}/calendars/{{calendar}}"
         )
     return user_id(parts[1], field), user_id(parts[3], field)
 
@@ -379,11 +398,18 @@ def failure_message(value: Failure) -> job_pb2.Failure:
 
 
 def schedule_spec(
-    message: schedule_pb2.ScheduleSpec, *, path: str, name: str, default_anchor_us: int
+    message: schedule_pb2.ScheduleSpec,
+    *,
+    path: str,
+    name: str,
+    default_anchor_us: int,
+    calendars: Mapping[str, frozenset[date]] | None = None,
 ) -> tuple[ScheduleSpec, CompiledTrigger]:
     """The spec, read and proven, with its triggers ready to be asked.
 
     `name` is what an `H` draws from; `default_anchor_us` is when the schedule is, or was, created.
+    `calendars` are the dates of each calendar that it names; None: they are left out, and the triggers are
+    not those that the schedule is due by.
 
     Raises:
         FieldInvalid, TriggerInvalid, TriggerNeverFires, TimeZoneUnknown: with the path of the field.
@@ -408,6 +434,7 @@ def schedule_spec(
         start_us=start_us,
         end_us=end_us,
         jitter_us=jitter_us,
+        calendars=calendars,
     )
     if not message.HasField("template"):
         raise FieldInvalid(_join(path, "template"), "it is required")
@@ -446,6 +473,7 @@ def trigger_set(
     start_us: int | None = None,
     end_us: int | None = None,
     jitter_us: int = 0,
+    calendars: Mapping[str, frozenset[date]] | None = None,
 ) -> tuple[TriggerSet, CompiledTrigger]:
     """The triggers with everything resolved that has a default, and compiled."""
     if not triggers:
@@ -455,7 +483,7 @@ def trigger_set(
             _trigger(each, _join(path, f"triggers[{index}]"), default_anchor_us)
             for index, each in enumerate(triggers)
         ),
-        exclusions=_exclusions(exclusions, path),
+        exclusions=excluded_dates(exclusions, path).union(*(calendars or {}).values()),
         start_us=start_us,
         end_us=end_us,
         jitter_us=jitter_us,
@@ -506,10 +534,31 @@ def _trigger(message: schedule_pb2.Trigger, path: str, default_anchor_us: int) -
         time_zone=message.time_zone or "UTC",
         dst_gap_policy=_enum(message.dst_gap_policy, _GAPS, 1, f"{path}.dst_gap_policy"),
         dst_overlap_policy=_enum(message.dst_overlap_policy, _OVERLAPS, 1, f"{path}.dst_overlap_policy"),
+        calendar_shift=_enum(message.calendar_shift, _SHIFTS, 1, f"{path}.calendar_shift"),
     )
 
 
-def _exclusions(messages: Sequence[schedule_pb2.Exclusion], path: str) -> frozenset[date]:
+def named_calendars(
+    messages: Sequence[schedule_pb2.Exclusion], path: str, tenant: str
+) -> list[tuple[str, str]]:
+    """(field, calendar id) of each calendar that exclusions name; they are `tenant`'s own."""
+    found: list[tuple[str, str]] = []
+    for outer, message in enumerate(messages):
+        for inner, name in enumerate(message.calendars):
+            field = _join(path, f"exclusions[{outer}].calendars[{inner}]")
+            owner, calendar = calendar_of(name, field)
+            if owner != tenant:
+                raise FieldInvalid(field, f"it is not a calendar of tenants/{tenant}")
+            found.append((field, calendar))
+    if len(found) > CALENDAR_COUNT_MAX:
+        raise FieldInvalid(
+            _join(path, "exclusions"), f"{len(found)} calendars are more than {CALENDAR_COUNT_MAX}"
+        )
+    return found
+
+
+def excluded_dates(messages: Sequence[schedule_pb2.Exclusion], path: str) -> frozenset[date]:
+    """The dates that exclusions name one by one."""
     days: set[date] = set()
     for outer, message in enumerate(messages):
         if len(message.dates) > 1_000:
@@ -517,12 +566,15 @@ def _exclusions(messages: Sequence[schedule_pb2.Exclusion], path: str) -> frozen
                 _join(path, f"exclusions[{outer}].dates"), f"{len(message.dates)} are more than 1000"
             )
         for inner, value in enumerate(message.dates):
-            field = _join(path, f"exclusions[{outer}].dates[{inner}]")
-            try:
-                days.add(date.fromisoformat(value))
-            except ValueError as error:
-                raise FieldInvalid(field, f"{_shown(value)} is not a date such as 2027-12-25") from error
+            days.add(_day(value, _join(path, f"exclusions[{outer}].dates[{inner}]")))
     return frozenset(days)
+
+
+def _day(value: str, field: str) -> date:
+    try:
+        return date.fromisoformat(value)
+    except ValueError as error:
+        raise FieldInvalid(field, f"{_shown(value)} is not a date such as 2027-12-25") from error
 
 
 def _misfire(message: schedule_pb2.MisfirePolicy, path: str) -> MisfireRules:
@@ -582,6 +634,7 @@ def effective_spec(typed: schedule_pb2.ScheduleSpec, value: ScheduleSpec) -> sch
         each.time_zone = proven.time_zone
         each.dst_gap_policy = each.dst_gap_policy or 1  # type: ignore[assignment]
         each.dst_overlap_policy = each.dst_overlap_policy or 1  # type: ignore[assignment]
+        each.calendar_shift = each.calendar_shift or 1  # type: ignore[assignment]
         if proven.cron is not None:
             each.cron.dialect = each.cron.dialect or 1  # type: ignore[assignment]
         if proven.interval is not None:
@@ -640,6 +693,81 @@ def excluded_message(seen: ExcludedOccurrence, reason: str) -> schedule_pb2.Occu
     return schedule_pb2.Occurrence(
         schedule_time=timestamp(seen.schedule_time_us), utc_offset=seen.utc_offset, exclusion=reason
     )
+
+
+# --- Calendars and operations -----------------------------------------------------------------------------
+
+
+def calendar_source(message: calendar_pb2.Calendar, path: str) -> CalendarSource:
+    """What a calendar says; whether its rules can be read is found when they are worked out."""
+    field = _join(path, "dates")
+    if len(message.dates) > EXCLUSION_COUNT_MAX:
+        raise FieldInvalid(field, f"{len(message.dates)} are more than {EXCLUSION_COUNT_MAX}")
+    days = {_day(value, f"{field}[{index}]") for index, value in enumerate(message.dates)}
+    rules = [
+        text(rule, f"{_join(path, 'rules')}[{index}]", 10_000) for index, rule in enumerate(message.rules)
+    ]
+    return CalendarSource(tuple(sorted(days)), tuple(rules))
+
+
+def calendar_message(record: CalendarRecord) -> calendar_pb2.Calendar:
+    return calendar_pb2.Calendar(
+        name=record.full_name,
+        uid=record.uid.hex(),
+        create_time=timestamp(record.create_us),
+        update_time=timestamp(record.update_us),
+        display_name=record.display_name,
+        labels=record.labels,
+        etag=record.etag,
+        revision=record.revision,
+        dates=iso_dates(record.source.dates),
+        rules=record.source.rules,
+        effective_dates=iso_dates(record.dates),
+        effective_year=record.effective_year,
+    )
+
+
+def operation_message(
+    operation: Operation, totals: Totals, moves: Sequence[Move]
+) -> operations_pb2.Operation:
+    metadata = operation_pb2.OperationMetadata(
+        kind=int(operation.kind),  # type: ignore[arg-type]
+        state=int(operation.state),  # type: ignore[arg-type]
+        resource=operation.resource,
+        principal=operation.principal,
+        create_time=timestamp(operation.create_us),
+        update_time=timestamp(operation.update_us),
+        step_count=totals.step_count,
+        step_done_count=totals.step_done_count,
+        examined_count=totals.examined_count,
+        changed_count=totals.changed_count,
+        skipped_count=totals.skipped_count,
+        last_error=totals.last_error,
+    )
+    if operation.end_us:
+        metadata.end_time.CopyFrom(timestamp(operation.end_us))
+    for move in moves:
+        added = metadata.moves.add(schedule=move.schedule)
+        added.schedule_time_before.CopyFrom(timestamp(move.before_us))
+        if move.after_us != trigger.NEVER_US:
+            added.schedule_time_after.CopyFrom(timestamp(move.after_us))
+    message = operations_pb2.Operation(
+        name=operation.name, done=operation.state is not OperationState.RUNNING
+    )
+    message.metadata.Pack(metadata)
+    if operation.state is OperationState.SUCCEEDED:
+        message.response.Pack(
+            operation_pb2.OperationResult(
+                examined_count=totals.examined_count,
+                changed_count=totals.changed_count,
+                skipped_count=totals.skipped_count,
+            )
+        )
+    elif operation.state is OperationState.CANCELLED:
+        message.error.code, message.error.message = code_pb2.CANCELLED, "it was cancelled"
+    elif operation.state is OperationState.FAILED:
+        message.error.code, message.error.message = code_pb2.ABORTED, totals.last_error
+    return message
 
 
 # --- Runs -------------------------------------------------------------------------------------------------

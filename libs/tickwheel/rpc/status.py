@@ -76,6 +76,13 @@ def _state_violation(error: errors.StateTransitionForbidden) -> Any:
     return error_details_pb2.PreconditionFailure(violations=[violation])
 
 
+def _use_violation(error: errors.CalendarInUse) -> Any:
+    violation = error_details_pb2.PreconditionFailure.Violation(
+        type="IN_USE", subject=_short(error.resource), description=_short(error.dependent)
+    )
+    return error_details_pb2.PreconditionFailure(violations=[violation])
+
+
 def _lease_violation(error: errors.LeaseSuperseded) -> Any:
     violation = error_details_pb2.PreconditionFailure.Violation(
         type="LEASE", subject=_short(error.run), description=_short(error.reason)
@@ -130,6 +137,9 @@ TABLE: dict[type[errors.TickwheelError], Row] = {
         "STATE_TRANSITION_FORBIDDEN",
         ("state", "event", "resource"),
         (_state_violation,),
+    ),
+    errors.CalendarInUse: Row(
+        _CODE.FAILED_PRECONDITION, "CALENDAR_IN_USE", ("resource", "dependent"), (_use_violation,)
     ),
     errors.LeaseSuperseded: Row(
         _CODE.FAILED_PRECONDITION, "LEASE_SUPERSEDED", ("run", "attempt", "reason"), (_lease_violation,)
@@ -227,6 +237,8 @@ def _rebuild(
             made = errors.EtagMismatch(data["resource"], data["sent"], data["current"])
         case "STATE_TRANSITION_FORBIDDEN":
             made = errors.StateTransitionForbidden(data["state"], data["event"], data["resource"])
+        case "CALENDAR_IN_USE":
+            made = errors.CalendarInUse(data["resource"], data["dependent"])
         case "LEASE_SUPERSEDED":
             made = errors.LeaseSuperseded(data["run"], int(data["attempt"]), data["reason"])
         case "SHARD_MOVING":

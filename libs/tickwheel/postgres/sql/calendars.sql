@@ -41,14 +41,14 @@ VALUES (%(uid)s, %(revision)s, %(display_name)s, %(labels)s::jsonb, %(source)s::
 UPDATE calendar SET delete_us = %(now)s, update_us = %(now)s, revision = revision + 1 WHERE uid = %(uid)s
 
 -- name: share
--- The dates of these calendars as they stand, under shared locks: none of them changes before this transaction ends.
-SELECT c.name, c.uid, r.dates, r.display_name
-  FROM calendar c JOIN calendar_revision r ON r.uid = c.uid AND r.revision = c.revision
- WHERE c.tenant_id = %(tenant)s AND c.name = ANY (%(names)s) AND c.delete_us IS NULL
- ORDER BY c.uid FOR SHARE OF c
+-- None of these calendars changes before this transaction ends. Their dates are read in the next statement: this one
+-- does not see the revision that it waited for, and a join to it would find none.
+SELECT 1 FROM calendar
+ WHERE tenant_id = %(tenant)s AND name = ANY (%(names)s) AND delete_us IS NULL
+ ORDER BY uid FOR SHARE
 
 -- name: read
--- The same without locks, for answers.
+-- The dates of these calendars as they stand.
 SELECT c.name, c.uid, r.dates, r.display_name
   FROM calendar c JOIN calendar_revision r ON r.uid = c.uid AND r.revision = c.revision
  WHERE c.tenant_id = %(tenant)s AND c.name = ANY (%(names)s) AND c.delete_us IS NULL
