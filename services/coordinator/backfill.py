@@ -11,7 +11,7 @@ import secrets
 from typing import Any
 
 from tickwheel.domain import flags, ids
-from tickwheel.domain.ids import DAY_US, DEFAULT_RETENTION_CLASS
+from tickwheel.domain.ids import DAY_US, DIRECT_RUN_CLASS, SCHEDULED_RUN_CLASS
 from tickwheel.domain.job import UnknownOutcomePolicy
 from tickwheel.domain.operation import Operation, OperationKind, Progress, Step
 from tickwheel.domain.run import Cause
@@ -30,7 +30,7 @@ PAGE_MAX = 500
 """Occurrences that are looked at in one transaction."""
 WAIT_US = 300_000
 """How often it is looked whether runs have ended, while as many live as may."""
-KEPT_US = (RUN_RETENTION_DAYS[DEFAULT_RETENTION_CLASS] - 1) * DAY_US
+KEPT_US = (RUN_RETENTION_DAYS[SCHEDULED_RUN_CLASS] - 1) * DAY_US
 """Of what is older it is not known any more whether it ran."""
 
 
@@ -141,7 +141,7 @@ class Backfiller:
             return []
         runs = {
             instant_us: bytes(
-                ids.run_id(DEFAULT_RETENTION_CLASS, now_us, record.shard, secrets.token_bytes(8))
+                ids.run_id(DIRECT_RUN_CLASS, now_us, record.shard, secrets.token_bytes(8))
             )
             for instant_us in instants_us
         }
