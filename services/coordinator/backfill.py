@@ -140,9 +140,7 @@ class Backfiller:
         if not instants_us:
             return []
         runs = {
-            instant_us: bytes(
-                ids.run_id(DIRECT_RUN_CLASS, now_us, record.shard, secrets.token_bytes(8))
-            )
+            instant_us: bytes(ids.run_id(DIRECT_RUN_CLASS, now_us, record.shard, secrets.token_bytes(8)))
             for instant_us in instants_us
         }
         claimed = await operations.claim(
