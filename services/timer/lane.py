@@ -406,6 +406,7 @@ class Lane:
         moves = self._moves(batch, rows, action, exclusive, owner, slots)
         self._explain(moves, skipped & ~spent & ~late, DecisionReason.OVERLAP)
         self._explain(moves, spent & ~late, DecisionReason.COMPLETED)
+        self._skip_overtaken(batch, moves, rows, ~late & ~spent)
         deferred = np.zeros(count, dtype=np.bool_)
         if late.any():
             deferred = await self._catch_up(batch, moves, rows, late & ~spent)
@@ -475,6 +476,26 @@ class Lane:
             moves.why_until_us.append(schedule_us)
             moves.why_count.append(1)
             moves.why_reason.append(int(reason))
+
+    def _skip_overtaken(self, batch: Batch, moves: Moves, rows: TimerRows, mask: Bools) -> None:
+        """Under SKIP, the occurrences that came due while this one waited are decided with it, as one
+        range."""
+        behind = np.flatnonzero(mask & (moves.next_schedule_us <= batch.now_us))
+        if not len(behind):
+            return
+        found = plan.overtaken(
+            rows.pick(behind), moves.next_schedule_us[behind], self._node.catalog.triggers, batch.now_us
+        )
+        moves.next_schedule_us[behind] = found.following_us
+        for place in np.flatnonzero(found.count).tolist():
+            row = int(behind[place])
+            moves.next_due_us[row] = found.following_us[place]
+            moves.new_decided_us[row] = found.last_us[place]
+            moves.why_of.append(row)
+            moves.why_from_us.append(int(found.first_us[place]))
+            moves.why_until_us.append(int(found.last_us[place]))
+            moves.why_count.append(int(found.count[place]))
+            moves.why_reason.append(int(DecisionReason.OVERLAP))
 
     async def _catch_up(self, batch: Batch, moves: Moves, rows: TimerRows, late: Bools) -> Bools:
         """Rows found later than their misfire threshold: what was missed runs, or not, as their policy says.
@@ -827,7 +848,7 @@ class Lane:
                     "tenant": entries.tenant[slots],
                     "route": entries.route[slots],
                     "flags": moves.flags[rows],
-                    "schedule_us": moves.new_decided_us[rows],
+                    "schedule_us": entries.schedule_time_us[slots],
                     "due_us": moves.due_us[rows],
                     "priority": entries.priority[slots],
                     "worker": moves.worker[rows],

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from tickwheel.domain.decision import DecisionReason
 from tickwheel.domain.run import AttemptState, RunState
 from tickwheel.domain.timer_rows import Bools, Int64s
 from tickwheel.runtime.telemetry import Metrics
@@ -91,7 +92,9 @@ class Meters:
 
     def decided(self, moves: Any, done: Bools, busy: Bools) -> None:
         skipped = int(np.count_nonzero(busy)) + sum(
-            1 for of, reason in zip(moves.why_of, moves.why_reason, strict=True) if reason == 1 and done[of]
+            count
+            for of, count, reason in zip(moves.why_of, moves.why_count, moves.why_reason, strict=True)
+            if reason == DecisionReason.OVERLAP and done[of]
         )
         if skipped:
             self._skipped.inc(skipped)

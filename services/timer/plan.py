@@ -18,6 +18,8 @@ from tickwheel.domain.trigger import CompiledTrigger, jitter_offsets_us, next_af
 
 OVERLAP_SKIP: Final = 1
 OVERLAP_ALLOW_ALL: Final = 5
+COUNTED_MAX: Final = 1_000_000
+"""How far a skipped range is counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +75,47 @@ def plan_next(
         next_due = next_schedule.copy()
         _add_jitter(rows, compiled, which, next_schedule, next_due)
     patience = np.minimum(settle_after_us, rows.misfire_ms.astype(np.int64) * 500)
-    settle = np.minimum(rows.due_us + patience, next_due)
-    return NextPlan(next_schedule, next_due, settle, failed)
+    return NextPlan(next_schedule, next_due, rows.due_us + patience, failed)
+
+
+@dataclass(frozen=True, slots=True)
+class Overtaken:
+    """Occurrences that came while an earlier one of their schedule was still undecided: `count` of them, from
+    `first_us` to `last_us`, and the one after them; `count` 0 where there are none."""
+
+    count: Int64s
+    first_us: Int64s
+    last_us: Int64s
+    following_us: Int64s
+
+
+def overtaken(
+    rows: TimerRows,
+    next_schedule_us: Int64s,
+    triggers: Mapping[int, CompiledTrigger | Exception],
+    now_us: int,
+) -> Overtaken:
+    """What an exclusive schedule that is decided late skips with that decision, in one range.
+
+    Only rows whose policy is SKIP, that run any number of times and have no jitter: others take their
+    occurrences one by one. Each (trigger, instant) is asked once.
+    """
+    count = np.zeros(len(rows), dtype=np.int64)
+    last, following = next_schedule_us.copy(), next_schedule_us.copy()
+    asked: dict[tuple[int, int], tuple[int, int, int]] = {}
+    exclusive = (rows.flags & bits.OVERLAP_MASK == OVERLAP_SKIP) & (rows.flags & bits.JITTER == 0)
+    for row in np.flatnonzero((next_schedule_us <= now_us) & exclusive & (rows.countdown < 0)).tolist():
+        key = (int(rows.trigger_id[row]), int(next_schedule_us[row]))
+        found = asked.get(key)
+        if found is None:
+            trigger = triggers[key[0]]
+            assert not isinstance(trigger, Exception)
+            newest = trigger.latest_between(key[1] - 1, now_us, 1)[0]
+            after = trigger.next_after(newest)
+            skipped = trigger.count_between(key[1] - 1, newest, COUNTED_MAX)
+            found = asked[key] = (skipped, newest, NEVER_US if after is None else after)
+        count[row], last[row], following[row] = found
+    return Overtaken(count, next_schedule_us, last, following)
 
 
 def _ask_each(

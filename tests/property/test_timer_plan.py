@@ -14,7 +14,13 @@ from tickwheel.domain.ids import run_day, run_shard
 from tickwheel.domain.timer_rows import COLUMNS, NEVER_US, Int64s, TimerRows
 from tickwheel.domain.trigger import CompiledTrigger, Cron, Interval, Trigger, TriggerSet
 from tickwheel.services.timer.entries import EntryStore
-from tickwheel.services.timer.plan import first_of_each, number_within_shards, plan_next, run_id_heads
+from tickwheel.services.timer.plan import (
+    first_of_each,
+    number_within_shards,
+    overtaken,
+    plan_next,
+    run_id_heads,
+)
 
 NOW_US = 1_900_000_000_000_000
 SECOND_US = 1_000_000
@@ -91,12 +97,34 @@ def test_each_row_of_a_batch_gets_the_next_occurrence_that_it_would_get_alone(se
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_an_occurrence_is_settled_within_half_its_misfire_threshold_and_before_the_next(seed: int) -> None:
+def test_an_occurrence_is_settled_within_half_its_misfire_threshold(seed: int) -> None:
     rows = rows_of(random.Random(seed), [1, 2, 3, 4, 5], 200)
     plan = plan_next(rows, compiled(), 30 * SECOND_US)
     assert (plan.settle_us <= rows.due_us + 30 * SECOND_US).all()
     assert (plan.settle_us <= rows.due_us + rows.misfire_ms.astype(np.int64) * 500).all()
-    assert (plan.settle_us <= plan.next_due_us).all()
+    assert (plan.settle_us >= rows.due_us).all()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_exclusive_schedule_that_is_late_skips_exactly_what_overtook_it(seed: int) -> None:
+    rng = random.Random(seed)
+    rows = rows_of(rng, [1, 2, 3, 4, 5], 200)
+    triggers = compiled()
+    following = plan_next(rows, triggers, 30 * SECOND_US).next_schedule_us
+    now_us = int(rows.schedule_time_us.max()) + rng.randrange(0, 600 * SECOND_US)
+    found = overtaken(rows, following, triggers, now_us)
+    for n in range(len(rows)):
+        trigger = triggers[int(rows.trigger_id[n])]
+        exclusive = rows.flags[n] & bits.OVERLAP_MASK == 1 and not rows.flags[n] & bits.JITTER
+        if not exclusive or rows.countdown[n] >= 0 or following[n] > now_us:
+            assert found.count[n] == 0
+            assert found.following_us[n] == following[n]
+            continue
+        passed = trigger.between(int(following[n]) - 1, now_us, 10_000)
+        assert found.count[n] == len(passed)
+        assert (found.first_us[n], found.last_us[n]) == (passed[0], passed[-1])
+        after = trigger.next_after(passed[-1])
+        assert found.following_us[n] == (NEVER_US if after is None else after)
 
 
 @pytest.mark.parametrize("seed", range(4))
