@@ -110,6 +110,7 @@ class Loader:
         await node.catalog.ensure_definitions(
             np.unique(rows.trigger_id).tolist(), np.unique(rows.template_id).tolist()
         )
+        await node.know_tenants(np.unique(rows.tenant).tolist())
         if not set(np.unique(rows.route).tolist()) <= node.catalog.routes.keys():
             await node.refresh_routes()
         handles = entries.lookup(rows.ref_hi, rows.ref_lo)

@@ -204,6 +204,16 @@ class TimerNode:
             await self.catalog.find_tenants(missing)
         return frozenset(self.catalog.tenant_ids[name] for name in names if name in self.catalog.tenant_ids)
 
+    async def know_tenants(self, tenants: Sequence[int]) -> None:
+        """Reads the names and weights of tenants that are new here."""
+        new = [tenant for tenant in tenants if tenant not in self.catalog.tenants]
+        if not new:
+            return
+        await self.catalog.ensure_tenants(new)
+        for tenant in new:
+            for lane in self.lanes:
+                lane.ready.set_weight(tenant, self.catalog.weights.get(tenant, 1))
+
     async def refresh_routes(self) -> None:
         if await self.catalog.refresh_routes():
             self.streams.update_routes()

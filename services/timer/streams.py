@@ -217,7 +217,11 @@ class Streams:
         # What was sent after `last_sequence` is still on its way to the worker.
         unlisted = np.setdiff1d(attached[leases.sequence[attached] <= last_sequence], listed)
         if len(unlisted):
+            # What this timer granted and the worker says it does not hold, nobody works on.
+            given = leases.granted_here[unlisted] & (leases.state[unlisted] == LIVE)
             leases.detach(unlisted)
+            if given.any():
+                node.hand_back(unlisted[given])
         if len(listed):
             leases.deadline_mono_us[listed] = leases.deadlines(listed)
             leases.stream[listed] = session.number
