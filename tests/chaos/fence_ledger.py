@@ -50,7 +50,7 @@ DECLARE
     v_lost smallint[] := tw_fence_under_test(p_shards, p_epochs);
 BEGIN
     INSERT INTO fenced VALUES (p_shards, p_epochs, v_lost);
-    PERFORM rig_dawdle(4, 0.05);
+    PERFORM rig_dawdle({slow_one_of}, 0.05);
     RETURN v_lost;
 END $$;
 """
@@ -86,9 +86,10 @@ BROKEN_FENCES = {
 }
 
 
-def install(connection: psycopg.Connection[Any], seed: int) -> None:
-    """Puts the witnesses into a migrated database (once)."""
-    connection.execute(_INSTALL.replace("{seed}", str(seed)).encode())
+def install(connection: psycopg.Connection[Any], seed: int, slow_one_of: int) -> None:
+    """Puts the witnesses into a migrated database (once). One fenced call of `slow_one_of` is slow."""
+    text = _INSTALL.replace("{seed}", str(seed)).replace("{slow_one_of}", str(slow_one_of))
+    connection.execute(text.encode())
     for table in _WITNESSED:
         connection.execute(
             f"CREATE CONSTRAINT TRIGGER rig_witness AFTER INSERT OR UPDATE OR DELETE ON {table}"

@@ -154,7 +154,7 @@ class Rig:
             connection.execute(
                 _SCHEDULES.encode(), {"period": PERIOD_US, "shards": len(SHARDS), "count": count}
             )
-            fence_ledger.install(connection, self.seed)
+            fence_ledger.install(connection, self.seed, 4 if self.broken_fence is None else 2)
             if self.broken_fence is not None:
                 connection.execute(self.broken_fence.encode())
 
