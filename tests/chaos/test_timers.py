@@ -152,7 +152,7 @@ def test_timers_that_die_at_any_moment_decide_each_occurrence_once(scene: Scene)
     later = scene.clients.create_runs(
         [(template(ms=1), wall_us() + 4_000_000 + 10_000 * n) for n in range(200)]
     )
-    for _ in range(3):
+    for _ in range(2):
         for member in scene.cluster.of("timer"):
             member.kill9()
         for member in scene.cluster.of("timer"):
@@ -180,8 +180,6 @@ def test_a_build_without_a_fence_is_found_out(chaos_folder: Path, postgres_bin_f
         fence_is_broken=True,
     ) as scene:
         _freeze_a_timer(scene, "broken")
-        scene.stop_schedules()
-        time.sleep(2)
         complaints = judge(scene.history(is_settled=False))
     print("\n".join(map(str, complaints[:10])))
     assert "I4 who lost a shard writes nothing" in {each.invariant for each in complaints}
