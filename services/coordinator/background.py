@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 
 import numpy as np
 import structlog
@@ -51,14 +50,6 @@ WATCH_INTERVAL_MS = 5_000
 OUTRUN_MAX = 20
 
 Handler = Callable[[Connection, Operation, Step, int], Awaitable[tuple[Progress, Touched]]]
-
-
-@dataclass(slots=True)
-class _Round:
-    """What one round over the open operations found to do."""
-
-    did_something: bool = False
-    next_us: list[int] = field(default_factory=list)
 
 
 class Background:
@@ -172,6 +163,8 @@ class Background:
         state = await self._node.database.transaction(work)
         if state is None:
             return
+        if state is OperationState.SUCCEEDED and operation.kind is OperationKind.TZDATA_RECOMPUTE:
+            self._schedules.tzdata_version = operation.request["version"]
         totals = await self._node.database.read(
             lambda connection: operations.totals(connection, operation.operation_id)
         )
@@ -265,7 +258,8 @@ class Background:
         if state.schedule_us <= now_us:
             # By the new data it would have been due by now: it is not run late for that.
             state = state_after(compiled, row.uid, max(row.state.decided_us, now_us))
-        return state
+        is_same = (state.due_us, state.schedule_us) == (row.state.due_us, row.state.schedule_us)
+        return row.state if is_same else state
 
     # --- What makes such work necessary -------------------------------------------------------------------
 
