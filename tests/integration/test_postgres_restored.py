@@ -1,7 +1,4 @@
-"""Postgres restored, etcd wiped, an owner that never noticed: real processes on real stores.
-
-Each test has a cluster of its own, for it breaks it.
-"""
+"""Postgres restored, etcd wiped, an owner that never noticed: real processes on real stores."""
 
 from __future__ import annotations
 
@@ -119,26 +116,41 @@ class World:
         return self.cluster[member].log.read_text()
 
 
-@pytest.fixture
-def world(postgres_bin_folder: Path | None, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+@contextmanager
+def started_world(postgres_bin_folder: Path | None) -> Iterator[World]:
     folder = Path(tempfile.mkdtemp(prefix="tw-", dir="/tmp"))
-    monkeypatch.setenv(FILE_VARIABLE, str(folder / "witness"))
-    paths = filter(None, (str(TOP), os.environ.get("PYTHONPATH", "")))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
-    cluster = Cluster(
-        folder / "c",
-        timers=2,
-        shard_count=8,
-        worker_modules=("tests.integration.witness_handlers",),
-        postgres_bin_folder=postgres_bin_folder,
-    )
-    try:
-        cluster.start()
-        yield World(cluster, folder / "witness")
-    finally:
-        cluster.stop()
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv(FILE_VARIABLE, str(folder / "witness"))
+        paths = filter(None, (str(TOP), os.environ.get("PYTHONPATH", "")))
+        environment.setenv("PYTHONPATH", os.pathsep.join(paths))
+        cluster = Cluster(
+            folder / "c",
+            timers=2,
+            shard_count=8,
+            worker_modules=("tests.integration.witness_handlers",),
+            postgres_bin_folder=postgres_bin_folder,
+        )
+        try:
+            yield World(cluster.start(), folder / "witness")
+        finally:
+            cluster.stop()
+            shutil.rmtree(folder, ignore_errors=True)
 
-        shutil.rmtree(folder, ignore_errors=True)
+
+@pytest.fixture
+def world(postgres_bin_folder: Path | None) -> Iterator[World]:
+    """For a test that changes the history of its cluster."""
+    with started_world(postgres_bin_folder) as world:
+        world.schedule()
+        yield world
+
+
+@pytest.fixture(scope="module")
+def unharmed_world(postgres_bin_folder: Path | None) -> Iterator[World]:
+    """For tests that end with all as it was."""
+    with started_world(postgres_bin_folder) as world:
+        world.schedule()
+        yield world
 
 
 def tickwheel_command(world: World, *arguments: str) -> str:
@@ -160,7 +172,6 @@ def copy_folder(source: Path, target: Path) -> None:
 
 def test_a_restored_postgres_stops_all_grants_until_somebody_resumes(world: World) -> None:
     postgres = world.cluster.postgres
-    world.schedule()
     world.wait_for_more(8)
 
     # A copy, as a file-level backup is one; then the cluster goes on, and a restart alone halts nothing.
@@ -221,7 +232,6 @@ def test_a_restored_postgres_stops_all_grants_until_somebody_resumes(world: Worl
 
 def test_a_promoted_standby_is_waited_out_by_a_timer_that_starts_on_it(world: World) -> None:
     postgres = world.cluster.postgres
-    world.schedule()
     world.wait_for_more(4)
     seen_fences = [fence for _, _, fence in world.executed()]
     postgres.stop()
@@ -251,8 +261,8 @@ def test_a_promoted_standby_is_waited_out_by_a_timer_that_starts_on_it(world: Wo
     assert not world.sql("SELECT schedule, schedule_us FROM run GROUP BY 1, 2 HAVING count(*) > 1")
 
 
-def test_a_fresh_cluster_and_a_crash_of_postgres_halt_nothing(world: World) -> None:
-    world.schedule()
+def test_a_fresh_cluster_and_a_crash_of_postgres_halt_nothing(unharmed_world: World) -> None:
+    world = unharmed_world
     world.wait_for_more(4)
     world.cluster.postgres.kill9()
     world.cluster.postgres.start()
@@ -265,9 +275,9 @@ def test_a_fresh_cluster_and_a_crash_of_postgres_halt_nothing(world: World) -> N
 
 
 def test_a_wiped_etcd_gives_assignments_above_what_postgres_knows_and_nothing_runs_twice(
-    world: World,
+    unharmed_world: World,
 ) -> None:
-    world.schedule()
+    world = unharmed_world
     world.wait_for_more(8)
     before = {row[0]: row[1] for row in world.sql("SELECT shard_id, generation FROM shard")}
     world.cluster.etcd.stop()
@@ -290,7 +300,6 @@ def test_a_wiped_etcd_gives_assignments_above_what_postgres_knows_and_nothing_ru
 
 
 def test_an_owner_that_slept_through_a_resume_writes_nothing_under_its_old_epochs(world: World) -> None:
-    world.schedule()
     world.wait_for_more(8)
     # Who wrote which fence, and when, by the clock of Postgres.
     world.sql(
