@@ -110,9 +110,9 @@ class Background:
 
         try:
             done = await self._node.database.transaction(work)
-        except Unavailable:
-            raise
         except Exception as error:
+            # One that Postgres is too slow for must not hold up those behind it. Where Postgres is out of
+            # reach, this cannot be written either, and the round ends here.
             await self._failed(operation, number, error)
             return
         if done is not None:
@@ -142,6 +142,9 @@ class Background:
             if step is not None:
                 delay_us = min(BACKOFF_US << min(step.attempt_count, 10), BACKOFF_US_MAX)
                 most = 1 if isinstance(error, InvalidArgument | NotFound) else ATTEMPTS_MAX
+                if isinstance(error, Unavailable):
+                    # A store that is out of reach comes back: no reason to give up.
+                    most = step.attempt_count + 2
                 await operations.fail_step(
                     connection,
                     operation.operation_id,
@@ -218,7 +221,9 @@ class Background:
     ) -> tuple[Progress, Touched]:
         """A page of a shard's timer rows, by uid: step n is shard n."""
         shard = step.number
-        page = await operations.shard_page(connection, shard, bytes.fromhex(step.cursor["after"]), SHARD_PAGE)
+        page, next_after = await operations.shard_page(
+            connection, shard, bytes.fromhex(step.cursor["after"]), SHARD_PAGE
+        )
         touched = Touched()
         changed = skipped = 0
         for index, row in enumerate(page):
@@ -242,8 +247,8 @@ class Background:
                 connection, operation.operation_id, row.uid, row.state.schedule_us, state.schedule_us
             )
             touched.add(shard, row.uid, state.due_us)
-        cursor = {"after": page[-1].uid.hex()} if page else step.cursor
-        is_done = len(page) < SHARD_PAGE
+        is_done = next_after is None
+        cursor = step.cursor if next_after is None else {"after": next_after.hex()}
         return (
             Progress(cursor, len(page), changed, skipped, is_done, 0 if is_done else SHARD_PAUSE_US),
             touched,

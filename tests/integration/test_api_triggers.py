@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import sys
 import uuid
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -249,6 +251,27 @@ async def test_a_count_limit_ends_the_upcoming_occurrences(client: Client) -> No
     second = await _list(client, request)
     assert (len(first.occurrences), len(second.occurrences)) == (2, 1)
     assert not second.next_page_token
+
+
+async def test_the_command_line_shows_what_is_upcoming_and_what_is_left_out(
+    client: Client, api_cluster: Cluster
+) -> None:
+    spec = make_spec("echo", cron="30 2 * * *", time_zone="Europe/Berlin")
+    spec.exclusions.add(dates=["2031-03-29"])
+    made = await client.schedules.create(fresh(), spec)
+    command = [
+        *("schedule", "upcoming", made.name, "--excluded", "--count", "2"),
+        *("--after", "2031-03-28T12:00:00Z", "--address", api_cluster.api_addresses[0]),
+    ]
+    shown = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tickwheel.cli", *command), stdout=asyncio.subprocess.PIPE
+    )
+    output, _ = await shown.communicate()
+    text = " ".join(output.decode().split())
+    assert shown.returncode == 0
+    assert "every day at 02:30 in Berlin, except on 2031-03-29" in text
+    assert "the date 2031-03-29 is excluded" in text
+    assert "warning: 02:30 does not exist on 2031-03-30 in this zone: will run at 03:00" in text
 
 
 async def test_upcoming_occurrences_of_a_missing_schedule_are_not_found(client: Client) -> None:

@@ -211,13 +211,21 @@ class PlannedRow:
     trigger_body: bytes
 
 
-async def shard_page(connection: Connection, shard: int, after: bytes, page_max: int) -> list[PlannedRow]:
+async def shard_page(
+    connection: Connection, shard: int, after: bytes, page_max: int
+) -> tuple[list[PlannedRow], bytes | None]:
+    """The schedules of a shard after a uid that have a timer row, and the uid to go on after (None: the end).
+
+    At most `page_max` schedules are looked at, those that were deleted included.
+    """
     parameters = {"shard": shard, "after": uuid.UUID(bytes=after), "page_max": page_max}
     rows = await (await connection.execute(_SQL["shard_page"], parameters)).fetchall()
-    return [
+    found = [
         PlannedRow(uid.bytes, TimerState(due, schedule, decided), version, trigger_id, bytes(body or b""))
         for uid, due, schedule, decided, version, trigger_id, body in rows
+        if due is not None
     ]
+    return found, rows[-1][0].bytes if len(rows) == page_max else None
 
 
 async def move_timer(connection: Connection, shard: int, row: PlannedRow, state: TimerState) -> bool:

@@ -113,11 +113,13 @@ SELECT s.uid, n.name, s.name
  ORDER BY c.schedule LIMIT %(page_max)s
 
 -- name: shard_page
--- Schedules of a shard that are due at some time, by uid, with the stored form of their triggers.
-SELECT t.ref, t.due_us, t.schedule_us, t.decided_us, t.version, t.trigger_id, d.body
-  FROM timer t LEFT JOIN trigger_def d ON d.trigger_id = t.trigger_id
- WHERE t.shard_id = %(shard)s AND t.ref > %(after)s AND t.kind = 1
- ORDER BY t.ref LIMIT %(page_max)s
+-- Schedules of a shard by uid (index schedule_shard), each with its timer row, where it has one, and the stored form of
+-- its triggers. Not by the timer's own key: there a million waiting runs may lie between two schedules.
+SELECT s.uid, t.due_us, t.schedule_us, t.decided_us, t.version, t.trigger_id, d.body
+  FROM (SELECT uid FROM schedule WHERE shard_id = %(shard)s AND uid > %(after)s ORDER BY uid LIMIT %(page_max)s) s
+  LEFT JOIN timer t ON t.shard_id = %(shard)s AND t.ref = s.uid
+  LEFT JOIN trigger_def d ON d.trigger_id = t.trigger_id
+ ORDER BY s.uid
 
 -- name: move_timer
 -- I2: a compare-and-set, as every fire is: who decided meanwhile has planned the next by itself.
