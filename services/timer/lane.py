@@ -62,6 +62,7 @@ CATCH_UP_RUNS_MAX: Final = 5_000
 BACKOFF_LOCKED_US: Final = 50_000
 BACKOFF_BUSY_US: Final = 200_000
 OUTCOME_TRIES_MAX: Final = 100
+LEFT_CREDIT_S: Final = 0.05
 BUSY_US: Final = 3_000
 """A lane that wrote so recently is under load."""
 
@@ -171,6 +172,7 @@ class Lane:
         self._settle: deque[Int64s] = deque()
         self._wake = asyncio.Event()
         self._turn = 0
+        self._carry = 0.5
         self._busy_until_us = 0
         self.idle = asyncio.Event()
         """Set while no batch is being built or on its way."""
@@ -309,10 +311,11 @@ class Lane:
         parts: list[Int64s] = []
         owners: list[int] = []
         share = -(-min(self.ready.depth(), room) // len(sessions))
+        parts_left = [self._part_of(session) for session in sessions]
         for limit in (share, room):
             for index in order:
                 session = sessions[index]
-                want = min(session.credit, room, limit)
+                want = min(session.credit, room, limit, parts_left[index])
                 if want <= 0:
                     continue
                 taken = self.ready.take(want, session.routes, session.tenants, batch.now_us)
@@ -320,6 +323,7 @@ class Lane:
                     continue
                 taken = taken[node.entries.alive(taken)]
                 session.reserve(len(taken))
+                parts_left[index] -= len(taken)
                 parts.append(taken)
                 owners.extend([index] * len(taken))
                 room -= len(taken)
@@ -328,6 +332,27 @@ class Lane:
         if not parts:
             return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int32)
         return np.concatenate(parts), np.array(owners, dtype=np.int32)
+
+    def _part_of(self, session: WorkerSession) -> int:
+        """How much of a session's credit this lane may use now: what waits longest goes first in all lanes
+        together, so where credit is scarce it is dealt out by what waits in each."""
+        lanes = self._node.lanes
+        credit = session.credit
+        if credit >= sum(lane.ready.depth() for lane in lanes):
+            return credit
+        mine = self._waits_for(session)
+        others = sum(lane._waits_for(session) for lane in lanes if lane is not self)
+        part, self._carry = fair_part(credit, mine, others, self._carry)
+        if part < min(credit, mine):
+            # The others may be held up: what they leave is looked at again.
+            asyncio.get_running_loop().call_later(LEFT_CREDIT_S, self._wake.set)
+        return part
+
+    def _waits_for(self, session: WorkerSession) -> int:
+        depth = self.ready.depth
+        if session.tenants is None:
+            return sum(depth(route) for route in session.routes)
+        return sum(depth(route, tenant) for route in session.routes for tenant in session.tenants)
 
     def _take_settle(self) -> Int64s:
         if not self._settle:
@@ -1034,6 +1059,19 @@ class Lane:
         self._give_credit_back(batch)
         handles = np.concatenate([batch.move_handles, batch.grant_handles])
         self._node.set_aside(handles, [f"Postgres refuses it: {error.reason}"] * len(handles))
+
+
+def fair_part(credit: int, mine: int, others: int, carry: float) -> tuple[int, float]:
+    """The part of `credit` of a lane in which `mine` rows wait while `others` wait in other lanes, and what
+    is owed to it from now on (0 up to 1).
+
+    In proportion to what waits, the heads of all lanes grow old alike, whatever they are given to do.
+    """
+    if credit >= mine + others or not others:
+        return credit, carry
+    owed = credit * mine / (mine + others) + carry
+    part = min(int(owed), credit)
+    return part, min(owed - part, 1.0)
 
 
 def hex_ids(hi: Uint64s, lo: Uint64s) -> list[str]:

@@ -80,7 +80,8 @@ def test_twice_the_capacity_leaves_memory_flat_and_order_by_due_time(scene: Scen
     )
     for first, last in zip(before, after, strict=True):
         assert last - first < 24 * MEBIBYTE
-    assert percentile(overtaken, 0.99) < 1_000_000
+    # They waited for up to half a minute.
+    assert percentile(overtaken, 0.99) < 2_000_000
 
 
 def test_many_executions_leave_nothing_behind(scene: Scene) -> None:
