@@ -29,6 +29,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
 import grpc
+from google.longrunning import operations_pb2, operations_pb2_grpc
 from google.protobuf import duration_pb2, timestamp_pb2
 from google.protobuf.message import Message
 
@@ -36,6 +37,9 @@ from tickwheel.errors import FieldInvalid, TickwheelError, Unavailable
 from tickwheel.rpc.channel import OPTIONS
 from tickwheel.rpc.status import from_rpc_error
 from tickwheel.v1 import (
+    calendar_pb2,
+    calendar_service_pb2,
+    calendar_service_pb2_grpc,
     cluster_service_pb2,
     cluster_service_pb2_grpc,
     dead_letter_service_pb2,
@@ -66,6 +70,8 @@ Stubs = dict[str, Any]
 
 _STUBS: dict[str, Callable[[Any], Any]] = {
     "schedules": schedule_service_pb2_grpc.ScheduleServiceStub,
+    "calendars": calendar_service_pb2_grpc.CalendarServiceStub,
+    "operations": operations_pb2_grpc.OperationsStub,
     "runs": run_service_pb2_grpc.RunServiceStub,
     "dead_letters": dead_letter_service_pb2_grpc.DeadLetterServiceStub,
     "cluster": cluster_service_pb2_grpc.ClusterServiceStub,
@@ -397,6 +403,135 @@ def _list_upcoming(
     return Call("schedules", "ListUpcomingOccurrences", request, _itself)
 
 
+def _backfill_schedule(
+    tenant: str,
+    schedule: str,
+    start: datetime,
+    end: datetime,
+    *,
+    concurrency_max: int = 1,
+    request_id: str = "",
+    validate_only: bool = False,
+) -> Call[operations_pb2.Operation]:
+    """Runs for the occurrences in [start, end) that have none, so many at once; an operation to follow."""
+    request = schedule_service_pb2.BackfillScheduleRequest(
+        name=schedule_path(tenant, schedule),
+        start_time=timestamp_message(start),
+        end_time=timestamp_message(end),
+        concurrency_max=concurrency_max,
+        request_id=_id(request_id),
+        validate_only=validate_only,
+    )
+    return Call("schedules", "BackfillSchedule", request, _itself)
+
+
+def calendar_path(tenant: str, calendar: str) -> str:
+    """The full name of a calendar; one that is full already stays as it is."""
+    return calendar if "/" in calendar else f"tenants/{tenant}/calendars/{calendar}"
+
+
+def _create_calendar(
+    tenant: str, calendar_id: str, calendar: calendar_pb2.Calendar, *, request_id: str = ""
+) -> Call[calendar_pb2.Calendar]:
+    """Raises AlreadyExists."""
+    request = calendar_service_pb2.CreateCalendarRequest(
+        parent=f"tenants/{tenant}",
+        calendar_id=calendar_id,
+        calendar=calendar,
+        request_id=_id(request_id),
+    )
+    return Call("calendars", "CreateCalendar", request, _itself)
+
+
+def _get_calendar(tenant: str, calendar: str, *, revision: int = 0) -> Call[calendar_pb2.Calendar]:
+    """At an earlier revision, where one is given. Raises NotFound."""
+    request = calendar_service_pb2.GetCalendarRequest(name=calendar_path(tenant, calendar), revision=revision)
+    return Call("calendars", "GetCalendar", request, _itself)
+
+
+def _update_calendar(
+    tenant: str,
+    calendar: calendar_pb2.Calendar,
+    *,
+    update_mask: Sequence[str] = (),
+    request_id: str = "",
+) -> Call[calendar_pb2.Calendar]:
+    """Changes what the mask names (without one: all that is set). Needs its etag; raises EtagMismatch."""
+    request = calendar_service_pb2.UpdateCalendarRequest(calendar=calendar, request_id=_id(request_id))
+    request.calendar.name = calendar_path(tenant, calendar.name)
+    request.update_mask.paths.extend(update_mask)
+    return Call("calendars", "UpdateCalendar", request, _itself)
+
+
+def _import_calendar(
+    tenant: str, calendar: str, ics: bytes, *, merge: bool = False, etag: str = "", request_id: str = ""
+) -> Call[calendar_pb2.Calendar]:
+    """Takes the dates of an iCalendar; makes the calendar where there is none, else needs its etag."""
+    request = calendar_service_pb2.ImportCalendarRequest(
+        name=calendar_path(tenant, calendar),
+        ics=ics,
+        merge=merge,
+        etag=etag,
+        request_id=_id(request_id),
+    )
+    return Call("calendars", "ImportCalendar", request, _itself)
+
+
+def _rollback_calendar(
+    tenant: str, calendar: str, revision: int, *, etag: str, request_id: str = ""
+) -> Call[calendar_pb2.Calendar]:
+    """A new revision that says what an earlier one said."""
+    request = calendar_service_pb2.RollbackCalendarRequest(
+        name=calendar_path(tenant, calendar), revision=revision, etag=etag, request_id=_id(request_id)
+    )
+    return Call("calendars", "RollbackCalendar", request, _itself)
+
+
+def _delete_calendar(
+    tenant: str, calendar: str, *, etag: str, request_id: str = ""
+) -> Call[calendar_pb2.Calendar]:
+    """Raises CalendarInUse while a schedule names it."""
+    request = calendar_service_pb2.DeleteCalendarRequest(
+        name=calendar_path(tenant, calendar), etag=etag, request_id=_id(request_id)
+    )
+    return Call("calendars", "DeleteCalendar", request, _itself)
+
+
+def _calendar_pages(tenant: str) -> Call[Any]:
+    request = calendar_service_pb2.ListCalendarsRequest(parent=f"tenants/{tenant}", page_size=PAGE_SIZE)
+    return Call("calendars", "ListCalendars", request, lambda response: response.calendars)
+
+
+def _dependent_pages(tenant: str, calendar: str) -> Call[Any]:
+    request = calendar_service_pb2.ListCalendarDependentsRequest(
+        name=calendar_path(tenant, calendar), page_size=PAGE_SIZE
+    )
+    return Call("calendars", "ListCalendarDependents", request, lambda response: response.schedules)
+
+
+def _get_operation(tenant: str, name: str) -> Call[operations_pb2.Operation]:
+    """Its `metadata` is a tickwheel.v1.OperationMetadata. Raises NotFound."""
+    return Call("operations", "GetOperation", operations_pb2.GetOperationRequest(name=name), _itself)
+
+
+def _cancel_operation(tenant: str, name: str) -> Call[None]:
+    """What it did stays done; it does no more."""
+    request = operations_pb2.CancelOperationRequest(name=name)
+    return Call("operations", "CancelOperation", request, lambda _: None)
+
+
+def _wait_operation(tenant: str, name: str, *, timeout_s: float = 30.0) -> Call[operations_pb2.Operation]:
+    """As it is when it has ended, or when the time (300 s at most) is over."""
+    request = operations_pb2.WaitOperationRequest(name=name)
+    request.timeout.FromTimedelta(timedelta(seconds=timeout_s))
+    return Call("operations", "WaitOperation", request, _itself, timeout_s + 5.0)
+
+
+def _operation_pages(tenant: str) -> Call[Any]:
+    request = operations_pb2.ListOperationsRequest(name=f"tenants/{tenant}", page_size=PAGE_SIZE)
+    return Call("operations", "ListOperations", request, lambda response: response.operations)
+
+
 def make_run(
     kind: str = "",
     *,
@@ -654,6 +789,7 @@ class AsyncSchedules(_AsyncPart):
     delete = _async(_delete_schedule)
     preview = _async(_preview_trigger)
     upcoming = _async(_list_upcoming)
+    backfill = _async(_backfill_schedule)
 
     def list(
         self, filter: str = "", *, show_deleted: bool = False, full: bool = False
@@ -699,6 +835,32 @@ class AsyncDeadLetters(_AsyncPart):
         return self._pages(_dead_letter_pages(self._client.tenant, filter))
 
 
+class AsyncCalendars(_AsyncPart):
+    create = _async(_create_calendar)
+    get = _async(_get_calendar)
+    update = _async(_update_calendar)
+    import_ics = _async(_import_calendar)
+    rollback = _async(_rollback_calendar)
+    delete = _async(_delete_calendar)
+
+    def list(self) -> AsyncIterator[calendar_pb2.Calendar]:
+        return self._pages(_calendar_pages(self._client.tenant))
+
+    def dependents(self, calendar: str) -> AsyncIterator[str]:
+        """The names of the schedules that name it."""
+        return self._pages(_dependent_pages(self._client.tenant, calendar))
+
+
+class AsyncOperations(_AsyncPart):
+    get = _async(_get_operation)
+    wait = _async(_wait_operation)
+    cancel = _async(_cancel_operation)
+
+    def list(self) -> AsyncIterator[operations_pb2.Operation]:
+        """The tenant's, newest first."""
+        return self._pages(_operation_pages(self._client.tenant))
+
+
 class AsyncCluster(_AsyncPart):
     shards = _async(_list_shards)
     timers = _async(_list_timers)
@@ -727,6 +889,8 @@ class Client:
         self.schedules = AsyncSchedules(self)
         self.runs = AsyncRuns(self)
         self.dead_letters = AsyncDeadLetters(self)
+        self.calendars = AsyncCalendars(self)
+        self.operations = AsyncOperations(self)
         self.cluster = AsyncCluster(self)
 
     @property
@@ -828,6 +992,7 @@ class BlockingSchedules(_BlockingPart):
     delete = _blocking(_delete_schedule)
     preview = _blocking(_preview_trigger)
     upcoming = _blocking(_list_upcoming)
+    backfill = _blocking(_backfill_schedule)
 
     def list(
         self, filter: str = "", *, show_deleted: bool = False, full: bool = False
@@ -872,6 +1037,32 @@ class BlockingDeadLetters(_BlockingPart):
         return self._pages(_dead_letter_pages(self._client.tenant, filter))
 
 
+class BlockingCalendars(_BlockingPart):
+    create = _blocking(_create_calendar)
+    get = _blocking(_get_calendar)
+    update = _blocking(_update_calendar)
+    import_ics = _blocking(_import_calendar)
+    rollback = _blocking(_rollback_calendar)
+    delete = _blocking(_delete_calendar)
+
+    def list(self) -> Iterator[calendar_pb2.Calendar]:
+        return self._pages(_calendar_pages(self._client.tenant))
+
+    def dependents(self, calendar: str) -> Iterator[str]:
+        """The names of the schedules that name it."""
+        return self._pages(_dependent_pages(self._client.tenant, calendar))
+
+
+class BlockingOperations(_BlockingPart):
+    get = _blocking(_get_operation)
+    wait = _blocking(_wait_operation)
+    cancel = _blocking(_cancel_operation)
+
+    def list(self) -> Iterator[operations_pb2.Operation]:
+        """The tenant's, newest first."""
+        return self._pages(_operation_pages(self._client.tenant))
+
+
 class BlockingCluster(_BlockingPart):
     shards = _blocking(_list_shards)
     timers = _blocking(_list_timers)
@@ -902,6 +1093,8 @@ class BlockingClient:
         self.schedules = BlockingSchedules(self)
         self.runs = BlockingRuns(self)
         self.dead_letters = BlockingDeadLetters(self)
+        self.calendars = BlockingCalendars(self)
+        self.operations = BlockingOperations(self)
         self.cluster = BlockingCluster(self)
 
     def _forget(self) -> None:

@@ -24,6 +24,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "migrate": ("tickwheel.cli.migrate", "Bring a database up to date."),
     "schedule": ("tickwheel.cli.schedule", "Create, look at, change, pause and delete schedules."),
     "run": ("tickwheel.cli.run", "Create, look at, cancel and watch runs."),
+    "calendar": ("tickwheel.cli.calendar", "Dates that schedules share: import, look at, delete."),
+    "operation": ("tickwheel.cli.operation", "How far background work is; stop it."),
     "dead-letter": ("tickwheel.cli.dead_letter", "Look at runs that have no attempts left, and replay them."),
     "cluster": ("tickwheel.cli.cluster", "Shards, timers, drains, restored stores."),
     "health": ("tickwheel.cli.health", "One sentence on how the cluster is."),

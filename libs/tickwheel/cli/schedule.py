@@ -19,7 +19,7 @@ from tickwheel.cli.options import (
     parse_labels,
     parse_payload,
 )
-from tickwheel.client import DEFAULT_ADDRESS, make_spec, payload_message
+from tickwheel.client import DEFAULT_ADDRESS, calendar_path, make_spec, payload_message
 from tickwheel.errors import FieldInvalid
 from tickwheel.v1 import schedule_pb2
 
@@ -65,6 +65,12 @@ def create(
     misfire: Misfire = "",
     attempts: Attempts = None,
     label: Labels = None,
+    calendar: Annotated[
+        list[str] | None, typer.Option("--calendar", help="Not on its dates; may be repeated.")
+    ] = None,
+    shift: Annotated[
+        str, typer.Option("--shift", help="From weekends and those dates: NEXT or PREVIOUS working day.")
+    ] = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be.")] = False,
     request_id: RequestId = "",
     address: Address = DEFAULT_ADDRESS,
@@ -88,6 +94,13 @@ def create(
         misfire,
         attempts,
     )
+    if calendar:
+        spec.exclusions.add(calendars=[calendar_path(tenant, each) for each in calendar])
+    if shift:
+        wanted = f"CALENDAR_SHIFT_{shift.upper()}_WORKING_DAY"
+        if wanted not in schedule_pb2.CalendarShift.keys():  # noqa: SIM118
+            raise FieldInvalid("shift", f"{shift} is neither NEXT nor PREVIOUS")
+        spec.triggers[0].calendar_shift = schedule_pb2.CalendarShift.Value(wanted)
     with connect(address, tenant) as client:
         made = client.schedules.create(
             schedule_id, spec, labels=parse_labels(label), request_id=request_id, validate_only=dry_run
@@ -145,6 +158,32 @@ def upcoming(
     )
     for warning in found.warnings:
         typer.echo(f"warning: {warning}")
+
+
+@app.command("backfill")
+def backfill(
+    name: Name,
+    start: Annotated[str, typer.Option("--from", help="The first instant, RFC 3339.")],
+    end: Annotated[str, typer.Option("--until", help="The interval ends before it, RFC 3339.")],
+    concurrency: Annotated[int, typer.Option("--concurrency", min=1, max=1_000, help="Runs at once.")] = 1,
+    request_id: RequestId = "",
+    address: Address = DEFAULT_ADDRESS,
+    tenant: Tenant = DEFAULT_TENANT,
+    as_json: AsJson = False,
+) -> None:
+    """Run what an interval of the past should have run and did not; prints the operation that does it."""
+    with connect(address, tenant) as client:
+        begun = client.schedules.backfill(
+            name,
+            parse_instant(start, "from"),
+            parse_instant(end, "until"),
+            concurrency_max=concurrency,
+            request_id=request_id,
+        )
+    if as_json:
+        output.print_json(begun)
+    else:
+        typer.echo(begun.name)
 
 
 @app.command("list")
