@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 FIRST_S = 0.1
-LONGEST_S = 3.0
+LONGEST_S = 4.0
 _DOUBLINGS_MAX = 16
 
 
