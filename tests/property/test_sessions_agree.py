@@ -102,7 +102,8 @@ class Pair:
             self.live[token] = Live(token, run)
             grants.append(pb.Grant(run=run, attempt=1, fence=1, lease_token=token, shard=SHARD))
         numbers = np.array([token_number(grant.lease_token) for grant in grants], dtype=np.uint64)
-        timer.add_grants(GrantChunk(grants, np.arange(count), numbers, 300 * count, self.now_us))
+        wire = pb.WorkResponse(grants=grants).SerializeToString()
+        timer.add_grants(GrantChunk(wire, np.arange(count), numbers, self.now_us))
 
     def refuse_one(self, *, moved: bool) -> None:
         """The owner ended a lease, or lost its shard, while the worker holds it."""
@@ -197,19 +198,21 @@ class Pair:
         frame = timer.take_frame() if timer is not None else None
         if frame is None:
             return
-        for grant in frame.grants:
+        for grant in pb.WorkResponse.FromString(b"".join(frame.grants)).grants:
             self.granted_in[grant.lease_token] = frame.sequence
             self.listed.add(grant.lease_token)
         self.down.append(self._response(frame))
 
     def _response(self, frame: Frame) -> pb.WorkResponse:
-        response = pb.WorkResponse(
-            sequence=frame.sequence,
-            clock_us=self.now_us,
-            grants=frame.grants,
-            grant_clock_us=frame.grant_clock_us,
-            recorded=frame.recorded,
-            resync=frame.resync,
+        response = pb.WorkResponse.FromString(b"".join(frame.grants))
+        response.MergeFrom(
+            pb.WorkResponse(
+                sequence=frame.sequence,
+                clock_us=self.now_us,
+                grant_clock_us=frame.grant_clock_us,
+                recorded=frame.recorded,
+                resync=frame.resync,
+            )
         )
         if frame.welcome:
             response.welcome.timer_id = "t"
@@ -349,10 +352,10 @@ def test_a_message_is_cut_at_its_size_and_nothing_waits_behind_nothing() -> None
     timer = WorkerSession(1, 1, "w", frozenset(), None, 100)
     for _ in range(5):
         timer.reserve(10)
-        timer.add_grants(GrantChunk(["g"] * 10, np.arange(10), np.ones(10, dtype=np.uint64), 400_000, 7))
+        timer.add_grants(GrantChunk(bytes(400_000), np.arange(10), np.ones(10, dtype=np.uint64), 7))
     sizes = []
     while (frame := timer.take_frame()) is not None:
-        sizes.append(len(frame.grants))
+        sizes.append(frame.grant_count)
     assert sizes == [20, 20, 10]
     assert not timer.has_output
     assert timer.outbox_grants == 0

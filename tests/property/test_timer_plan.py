@@ -115,6 +115,7 @@ def test_an_exclusive_schedule_that_is_late_skips_exactly_what_overtook_it(seed:
     found = overtaken(rows, following, triggers, now_us)
     for n in range(len(rows)):
         trigger = triggers[int(rows.trigger_id[n])]
+        assert isinstance(trigger, CompiledTrigger)
         exclusive = rows.flags[n] & bits.OVERLAP_MASK == 1 and not rows.flags[n] & bits.JITTER
         if not exclusive or rows.countdown[n] >= 0 or following[n] > now_us:
             assert found.count[n] == 0
