@@ -168,29 +168,53 @@ class Loader:
         await self._read(pending, until_us)
 
     async def _read(self, pending: dict[Pair, Cursor], until_us: int) -> None:
-        node = self._node
+        """Reads page after page; Postgres is at the next one while the last is put into memory."""
         self._count_tenants()
-        while pending:
-            pairs = list(pending)[:PAIRS_PER_QUERY_MAX]
-            page_max = max(500, self._page_rows // len(pairs))
-            rows = await self._page(pairs, pending, until_us, page_max)
-            left_out = await self.take_in(rows, beyond=True)
-            key = rows.shard.astype(np.int64) << 32 | rows.tenant
-            for pair in pairs:
-                cursor = pending.pop(pair)
-                mine = np.flatnonzero(key == (pair[0] << 32 | pair[1]))
-                self._counts[pair[1]] = self._counts.get(pair[1], 0) + len(mine)
-                if len(mine) < page_max and not left_out:
-                    continue
-                if len(mine):
-                    last = mine[-1]
-                    cursor = Cursor(int(rows.due_us[last]), int(rows.ref_hi[last]), int(rows.ref_lo[last]))
-                if left_out or self._counts[pair[1]] >= self._share_max:
-                    self.truncated[pair] = cursor if not left_out else Cursor(-1)
-                    node.metrics.truncated()
-                else:
-                    pending[pair] = cursor
-            await asyncio.sleep(0)
+        reading = self._start_page(pending, until_us)
+        try:
+            while reading is not None:
+                pairs, page_max, page = reading
+                reading = None
+                rows = await page
+                self._advance(pending, pairs, rows, page_max)
+                reading = self._start_page(pending, until_us)
+                if await self.take_in(rows, beyond=True):
+                    # Memory is full: all of it is read again, from the beginning, when there is room.
+                    for pair in {*pairs, *pending, *(reading[0] if reading else ())}:
+                        self.truncated[pair] = Cursor(-1)
+                        self._node.metrics.truncated()
+                    return
+                await asyncio.sleep(0)
+        finally:
+            if reading is not None:
+                reading[2].cancel()
+
+    def _start_page(
+        self, pending: dict[Pair, Cursor], until_us: int
+    ) -> tuple[list[Pair], int, asyncio.Task[TimerRows]] | None:
+        """Takes the next pairs out of `pending` and asks for a page of each."""
+        pairs = list(pending)[:PAIRS_PER_QUERY_MAX]
+        if not pairs:
+            return None
+        cursors = {pair: pending.pop(pair) for pair in pairs}
+        page_max = max(500, self._page_rows // len(pairs))
+        return pairs, page_max, asyncio.create_task(self._page(pairs, cursors, until_us, page_max))
+
+    def _advance(
+        self, pending: dict[Pair, Cursor], pairs: list[Pair], rows: TimerRows, page_max: int
+    ) -> None:
+        """Pairs whose page was full go on after its last row, unless their tenant's share is used up."""
+        ends = _ends_of_pairs(rows)
+        for pair in pairs:
+            count, last = ends.get(pair, (0, -1))
+            self._counts[pair[1]] = self._counts.get(pair[1], 0) + count
+            if count < page_max:
+                continue
+            if self._counts[pair[1]] >= self._share_max:
+                self.truncated[pair] = _cursor_at(rows, last)
+                self._node.metrics.truncated()
+            else:
+                pending[pair] = _cursor_at(rows, last)
 
     async def _page(
         self,
@@ -333,21 +357,13 @@ class Loader:
             self._watermark_us = until_us - TRANSACTION_US_MAX
 
     def _advance_sweep(self, group: list[Pair], rows: TimerRows, page_max: int) -> None:
-        key = rows.shard.astype(np.int64) << 32 | rows.tenant
-        distinct, first, counts = np.unique(key, return_index=True, return_counts=True)
-        full = {
-            int(k): int(at + count - 1)
-            for k, at, count in zip(distinct.tolist(), first.tolist(), counts.tolist(), strict=True)
-            if count >= page_max
-        }
+        ends = _ends_of_pairs(rows)
         for pair in group:
-            last = full.get(pair[0] << 32 | pair[1])
-            if last is None:
+            count, last = ends.get(pair, (0, -1))
+            if count < page_max:
                 self._sweep_cursors.pop(pair, None)
             else:
-                self._sweep_cursors[pair] = Cursor(
-                    int(rows.due_us[last]), int(rows.ref_hi[last]), int(rows.ref_lo[last])
-                )
+                self._sweep_cursors[pair] = _cursor_at(rows, last)
 
     # Rows by name.
 
@@ -396,3 +412,17 @@ class Loader:
             gone = gone[node.entries.state[node.entries.slot(gone)] != IN_BATCH]
             node.forget_rows(gone)
         await self.take_in(rows)
+
+
+def _ends_of_pairs(rows: TimerRows) -> dict[Pair, tuple[int, int]]:
+    """Of each (shard, tenant): how many rows it has, and the number of its last. Its rows stand together."""
+    keys = rows.shard.astype(np.int64) << 32 | rows.tenant
+    distinct, first, counts = np.unique(keys, return_index=True, return_counts=True)
+    return {
+        (key >> 32, key & 0xFFFFFFFF): (count, at + count - 1)
+        for key, at, count in zip(distinct.tolist(), first.tolist(), counts.tolist(), strict=True)
+    }
+
+
+def _cursor_at(rows: TimerRows, row: int) -> Cursor:
+    return Cursor(int(rows.due_us[row]), int(rows.ref_hi[row]), int(rows.ref_lo[row]))

@@ -11,8 +11,12 @@ import psycopg
 from google.protobuf.duration_pb2 import Duration
 
 from tickwheel.bench import cluster as bench
+from tickwheel.clock import mono_us
 from tickwheel.embedded.cluster import DATABASE
+from tickwheel.embedded.etcd import EmbeddedEtcd
 from tickwheel.embedded.postgres import EmbeddedPostgres
+from tickwheel.etcd.client import EtcdClient, EtcdSettings
+from tickwheel.etcd.registry import EtcdRegistry
 from tickwheel.postgres.migrate import migrate
 from tickwheel.postgres.timer_store import TimerStore
 from tickwheel.rpc.channel import open_channel
@@ -27,9 +31,10 @@ def cold_load(count: int = 1_000_000) -> dict[str, Any]:
     """Timers of the next minute, spread over it, from Postgres into entries and wheel: what a takeover
     does."""
     with tempfile.TemporaryDirectory(prefix="tw", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        postgres = EmbeddedPostgres(Path(folder) / "p")
-        postgres.start()
+        postgres, etcd = EmbeddedPostgres(Path(folder) / "p"), EmbeddedEtcd(Path(folder) / "e")
         try:
+            postgres.start()
+            etcd.start()
             postgres.create_database(DATABASE)
             url = postgres.url(DATABASE)
             migrate(url, shard_count=bench.SHARD_COUNT)
@@ -38,19 +43,21 @@ def cold_load(count: int = 1_000_000) -> dict[str, Any]:
                 first_us = bench.now_us(connection) + 60_000_000
                 bench.add_schedules(connection, kind, count, 60_000_000, first_us, "c", 600)
                 connection.execute("VACUUM ANALYZE timer")
-            rates = [asyncio.run(_load(url, count)) for _ in range(3)]
+            rates = [asyncio.run(_load(url, etcd.url, count)) for _ in range(3)]
         finally:
+            etcd.stop()
             postgres.stop()
     return {"timers": count, "timers_per_s": round(statistics.median(rates))}
 
 
-async def _load(url: str, count: int) -> float:
+async def _load(url: str, etcd_url: str, count: int) -> float:
     from tickwheel.services.timer.meters import Meters
     from tickwheel.services.timer.node import LANE_COUNT, TimerNode
 
     settings = load_settings(TimerSettings, postgres_url=url, tenant_share_count_max=10 * count)
     store = TimerStore(url, "bench", LANE_COUNT)
-    node = TimerNode(settings, "bench", store, None, Meters(Metrics()))  # type: ignore[arg-type]
+    client = EtcdClient(EtcdSettings(endpoints=(etcd_url,)))
+    node = TimerNode(settings, "bench", store, EtcdRegistry(client, mono_us), Meters(Metrics()))
     try:
         await node.start()
         shards = list(range(bench.SHARD_COUNT))
@@ -65,6 +72,7 @@ async def _load(url: str, count: int) -> float:
         return count / took_s
     finally:
         await store.close()
+        await client.close()
 
 
 def create_schedules() -> dict[str, Any]:
