@@ -476,8 +476,7 @@ class ScheduleService(schedule_service_pb2_grpc.ScheduleServiceServicer):
         revived = before.countdown == 0 and countdown != 0
         if after.trigger_id == before.trigger_id and not mended and not revived:
             return replace(after, timer=old)
-        if old.due_us != NEVER_US and old.schedule_us <= now_us and before.pause is None:
-            await self._supersede(connection, tenant, stored, now_us)
+        await self._supersede(connection, tenant, stored, now_us)
         state = state_after(compiled, before.uid, max(old.decided_us, now_us))
         if state.due_us == NEVER_US and after.trigger_id != before.trigger_id:
             raise TriggerNeverFires(f"{_SPEC}.triggers", "no occurrence lies in the future")
@@ -487,9 +486,12 @@ class ScheduleService(schedule_service_pb2_grpc.ScheduleServiceServicer):
         return replace(after, timer=state)
 
     async def _supersede(self, connection: Connection, tenant: Tenant, stored: Stored, now_us: int) -> None:
-        """Says of what was overdue under the old triggers that it will not run."""
+        """Says of what was overdue and undecided that it will not run: its triggers are gone."""
         timer = stored.record.timer
-        assert timer is not None
+        if timer is None or timer.due_us == NEVER_US or timer.schedule_us > now_us:
+            return
+        if stored.record.pause is not None:
+            return
         await self._record_dropped(
             connection, tenant, stored, DecisionReason.SUPERSEDED, timer.schedule_us - 1, now_us, now_us
         )
@@ -534,6 +536,7 @@ class ScheduleService(schedule_service_pb2_grpc.ScheduleServiceServicer):
                 missing = schedule_pb2.Schedule(name=request.name)
                 return Done(missing.SerializeToString(), request.name), None
             _check_etag(stored.record, request.etag)
+            await self._supersede(connection, tenant, stored, now_us)
             await schedules.delete(connection, stored.record, now_us)
             if _names_calendars(convert.spec_message(stored.record.verbatim, None)):
                 await calendars.link(connection, stored.record.uid, ())

@@ -240,6 +240,25 @@ async def test_other_triggers_are_due_after_now_and_what_was_overdue_is_recorded
     assert decision[1] >= 10
 
 
+async def test_what_was_overdue_when_its_schedule_is_deleted_is_recorded(
+    client: Client, sql: psycopg.Connection
+) -> None:
+    name = fresh()
+    made = await client.schedules.create(name, kind="echo", cron="* * * * *")
+    sql.execute(
+        "UPDATE timer SET due_us = due_us - 600000000, schedule_us = schedule_us - 600000000,"
+        " decided_us = schedule_us - 660000000 WHERE ref = %s",
+        (uuid.UUID(made.uid),),
+    )
+    await client.schedules.delete(name)
+    decision = sql.execute(
+        "SELECT reason, count FROM decision WHERE schedule = %s", (uuid.UUID(made.uid),)
+    ).fetchone()
+    assert decision is not None
+    assert decision[0] == DecisionReason.SUPERSEDED
+    assert decision[1] >= 10
+
+
 @pytest.mark.parametrize(
     ("change", "error"),
     [

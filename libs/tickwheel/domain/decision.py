@@ -17,7 +17,7 @@ class DecisionReason(IntEnum):
     CATCHUP_COUNT = 5
     """It was missed, and more than the catch-up count came after it."""
     SUPERSEDED = 6
-    """It was overdue when its schedule's triggers were changed."""
+    """It was overdue when its schedule's triggers were changed, or the schedule was deleted."""
     PAUSED = 7
     """Its schedule was paused."""
     COMPLETED = 8
