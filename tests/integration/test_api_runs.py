@@ -346,7 +346,8 @@ async def test_a_watch_tells_each_change(client: Client, sql: psycopg.Connection
 def test_a_page_of_runs_is_read_from_its_index(sql: psycopg.Connection, table: str) -> None:
     column = "tenant_id = 1" if table == "run" else "schedule = '00000000-0000-0000-0000-000000000001'"
     index = "tenant_id_create_us" if table == "run" else "schedule_create_us"
-    sql.execute("SET enable_seqscan = off")
+    # What is left to sort is what has one create_us; of tables that are nearly empty any sort is cheap.
+    sql.execute("SET enable_seqscan = off; SET enable_sort = off")
     plan = sql.execute(
         f"EXPLAIN SELECT shard_id, id FROM run WHERE {column} AND (create_us, id) < (5, %s)"
         " ORDER BY create_us DESC, id DESC LIMIT 50",
@@ -354,7 +355,7 @@ def test_a_page_of_runs_is_read_from_its_index(sql: psycopg.Connection, table: s
     ).fetchall()
     text = "\n".join(row[0] for row in plan)
     assert index in text
-    assert "Sort" not in text.replace("Sort Key", "")
+    assert "Sort" not in text.replace("Sort Key", "").replace("Incremental Sort", "")
 
 
 # --- Dead letters -----------------------------------------------------------------------------------------
