@@ -103,6 +103,8 @@ class ClusterClock:
         if abs(sample.offset_us - self._offset_us) > SKEW_WARNING_US:
             self.jump_us = sample.offset_us - self._offset_us
             self._samples.pop()
+            # Time in which nothing was followed gives no right to a larger step later.
+            self._slewed_mono_us = sample.taken_mono_us
             return
         self.jump_us = 0
         elapsed = max(0, sample.taken_mono_us - self._slewed_mono_us)

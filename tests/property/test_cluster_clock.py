@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tickwheel.clock import SKEW_WARNING_US, SLEW_PPM, ClusterClock, Sample
@@ -29,6 +29,7 @@ class Machine:
 
 
 @given(readings=READINGS)
+@example(readings=[(0, 18_118, 0), (2_001, -481_883, 0), (1_999, 0, 0)])
 def test_it_never_goes_back_and_is_slewed_by_a_bounded_rate(readings: list[tuple[int, int, int]]) -> None:
     machine = Machine()
     clock = ClusterClock(machine.mono_us)
